@@ -1,0 +1,55 @@
+"""Which vLLM configurations RETIRE can keep its guarantees in.
+
+Owns: the refusal list (DESIGN 7).  Strategy: refuse at start-up with one clear line; nothing degrades silently.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from retire.core.errors import SeamError
+
+
+def refusals(config: Any, *, api_processes: int) -> list[str]:
+    """What in a VllmConfig stands in the way, one line each."""
+    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    connector = config.kv_transfer_config
+    checks = [
+        (parallel.tensor_parallel_size > 1, "tensor parallelism above 1 (one participant per step for now)"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism above 1"),
+        (parallel.data_parallel_size > 1, "data parallelism above 1, MoE-DP included"),
+        (api_processes > 1, "more than one API server process (--api-server-count 1)"),
+        (connector is not None, "a KV connector: it would store blocks of a stopped step"),
+        (parallel.enable_dbo, "dual-batch overlap (--enable-dbo)"),
+        (model.is_hybrid or model.is_attention_free, "Mamba or other state-space layers: their state cannot restart"),
+        (not cache.enable_prefix_caching, "--no-enable-prefix-caching: certificates install through it"),
+        (config.use_v2_model_runner, "model runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)"),
+    ]
+    return [reason for stands, reason in checks if stands]
+
+
+def check(config: Any, *, api_processes: int) -> None:
+    """Raise SeamError naming everything that the configuration must give up."""
+    if config.model_config is None:
+        return
+    found = refusals(config, api_processes=api_processes)
+    if found:
+        raise SeamError("RETIRE cannot serve this configuration: " + "; ".join(found))
+
+
+def fingerprint_base(config: Any) -> str:
+    """What must be equal between writer and reader of a block, beside the request's own part."""
+    model, cache = config.model_config, config.cache_config
+    return "|".join(
+        str(part)
+        for part in (
+            model.model,
+            model.revision,
+            model.dtype,
+            model.quantization,
+            cache.cache_dtype,
+            cache.block_size,
+            os.environ.get("VLLM_BATCH_INVARIANT", "0"),
+        )
+    )

@@ -1,0 +1,92 @@
+"""The endpoint plugin: how the gate and the routes get into vLLM's API server.
+
+Owns: wiring, and the refusal to serve unless the gate is outermost and every process is sealed alike.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from retire import seal
+from retire.authority import home
+from retire.core.errors import SeamError
+from retire.server.gate import Gate
+from retire.server.routes import router
+from retire.server.service import Service
+from retire.server.tenants import Tenants
+from retire.settings import PLUGIN_NAME, Settings
+
+
+class RetireEndpoint:
+    """vLLM's `EndpointPlugin` protocol."""
+
+    name = PLUGIN_NAME
+    required_tasks = None
+
+    def __init__(self) -> None:
+        self._app: FastAPI | None = None
+        self._build: Any = None
+        self._service: Service | None = None
+        self._tenants = Tenants(())
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes, and put the gate around everything, the middleware that is added later included."""
+        app.include_router(router)
+        inner_build = app.build_middleware_stack
+
+        def build_with_gate() -> ASGIApp:
+            return Gate(inner_build(), self.service, lambda: self._tenants)  # type: ignore[arg-type,return-value]
+
+        app.build_middleware_stack = build_with_gate  # type: ignore[method-assign]
+        self._app, self._build = app, build_with_gate
+
+    def service(self) -> Service:
+        """The service of this process, once it is ready."""
+        if self._service is None:
+            raise SeamError("RETIRE is not ready")
+        return self._service
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Refuse to serve unless everything is in its place; then follow the engine.
+
+        Raises:
+            SeamError: no engine, an unsealed process, or a layer outside the gate.
+        """
+        if engine_client is None:
+            raise SeamError("RETIRE needs an engine; the render server has none")
+        if self._app is None or self._app.build_middleware_stack is not self._build or self._app.middleware_stack:
+            raise SeamError("another package has put itself outside RETIRE's gate")
+        authority = home.owned()
+        if authority is None:
+            raise SeamError("this process does not own the state directory")
+        core = engine_client.engine_core
+        await self._require_same_seal(core)
+
+        from vllm import envs
+
+        self._tenants = Tenants(args.api_key or [envs.VLLM_API_KEY or ""])
+        models = state.openai_serving_models
+        self._service = Service(
+            authority,
+            Settings.from_env(),
+            call_engine=core.call_utility_async,
+            engine_dead=lambda: bool(engine_client.errored),
+            serves_model=lambda name: models.is_base_model(name) or name in models.lora_requests,
+        )
+        state.retire = self._service
+        self._service.spawn(self._service.follow_engine())
+
+    @staticmethod
+    async def _require_same_seal(core: Any) -> None:
+        mine = seal.require().as_dict()
+        try:
+            others = await core.call_utility_async("retire_seal")
+        except Exception as error:
+            raise SeamError(f"the engine process is not patched: {error}") from error
+        for other in others:
+            if other != mine:
+                raise SeamError(f"processes disagree: API {mine}, engine or worker {other}")

@@ -1,0 +1,33 @@
+"""`retire:*` metrics beside vLLM's own.  Never labelled by scope."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+
+from retire.core.types import Stage
+from retire.server.transitions import Transition
+
+SUPERSEDES = Counter("retire:supersedes", "Epochs advanced")
+OUTCOMES = Counter("retire:transitions_closed", "Transitions closed", ["outcome"])
+REFUSALS = Counter("retire:certificates_refused", "Successors that started without a certificate", ["reason"])
+INHERITED = Counter("retire:inherited_tokens", "Tokens whose KV a successor adopted")
+SUPPRESSED = Counter("retire:frames_suppressed", "Frames of a revoked epoch stopped at the last gate")
+FENCE_SECONDS = Histogram(
+    "retire:fence_seconds",
+    "From ADVANCE to the last receipt",
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+)
+
+
+def observe(fact: dict[str, Any], record: Transition) -> None:
+    """Count what a fact says."""
+    match fact["kind"]:
+        case "stage" if fact["stage"] == Stage.FENCE.value:
+            FENCE_SECONDS.observe((fact["at_ns"] - record.advanced_ns) / 1e9)
+        case "refused":
+            REFUSALS.labels(fact["refusal"]).inc()
+        case "closed":
+            OUTCOMES.labels(fact["outcome"]).inc()
+            INHERITED.inc(record.inherited_tokens)

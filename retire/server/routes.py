@@ -1,0 +1,134 @@
+"""The routes that only look or mark: scopes, transitions, pause, cancel, status.
+
+`POST /supersede` is declared here for OpenAPI; the gate answers it.  Should the route ever be reached, the gate is not
+in front of it, and it says so.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Request
+from fastapi.responses import JSONResponse
+
+from retire import seal
+from retire.core.errors import CallerError, NotFound
+from retire.core.types import TenantId
+from retire.server.schemas import Accepted, ScopeInfo, ScopeList, ServerStatus, SupersedeBody, TransitionInfo
+from retire.server.service import Service
+
+router = APIRouter(tags=["retire"])
+ScopePath = Annotated[str, Path(description="a scope of the caller's tenant", examples=["plan-7"])]
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.retire
+    return service
+
+
+def _tenant(request: Request) -> TenantId:
+    tenant: TenantId = request.scope["retire.tenant"]  # set by the gate
+    return tenant
+
+
+def error_response(error: CallerError) -> JSONResponse:
+    """vLLM's error shape."""
+    detail = {"message": str(error), "type": error.kind, "param": error.param, "code": error.status}
+    if error.current_epoch is not None:
+        detail["current_epoch"] = error.current_epoch
+    return JSONResponse({"error": detail, "authority": "unchanged"}, status_code=error.status)
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "malformed scope, epoch, contract or successor; authority unchanged"},
+    401: {"description": "no tenant behind this key"},
+    404: {"description": "unknown scope, transition or model"},
+    409: {"description": "expected_epoch is not current; the body carries current_epoch; x-should-retry: false"},
+    410: {"description": "the scope is cancelled"},
+    422: {"description": "a contract that this server cannot honour, or an idempotency key with another body"},
+    429: {"description": "the tenant is over its scopes or requests"},
+    503: {"description": "the engine is gone; `authority` says whether it moved"},
+}
+
+
+@router.post("/supersede", response_model=Accepted, responses=_ERRORS)
+async def supersede(
+    body: SupersedeBody,
+    idempotency_key: Annotated[str | None, Header(description="same key and body: the same record")] = None,
+    prefer: Annotated[str | None, Header(description="`wait=fenced` answers when obsolete rows are closed")] = None,
+) -> JSONResponse:
+    """Revoke a scope's current epoch.
+
+    With `successor` the answer is that request's OpenAI response (streamed or not) under the new epoch; without it,
+    a record, and the successor comes later as an ordinary request.
+    """
+    del body, idempotency_key, prefer
+    detail = {"message": "the gate does not stand before this route", "type": "ServiceUnavailableError", "code": 503}
+    return JSONResponse({"error": detail, "authority": "unchanged"}, status_code=503)
+
+
+@router.get("/transitions/{transition}", response_model=TransitionInfo, responses={404: _ERRORS[404]})
+async def transition(request: Request, transition: str) -> Any:
+    """Stage times, receipts, certificate or refusal, and what the predecessor had published."""
+    record = _service(request).transitions.get(_tenant(request), transition)
+    if record is None:
+        return error_response(NotFound(f"no transition {transition!r}", param="transition"))
+    return record.info()
+
+
+@router.get("/scopes", response_model=ScopeList)
+async def scopes(request: Request) -> Any:
+    """The tenant's scopes."""
+    service, tenant = _service(request), _tenant(request)
+    return {"scopes": [service.describe(status) for status in service.authority.list(tenant)]}
+
+
+@router.get("/scopes/{scope:path}", response_model=ScopeInfo, responses={404: _ERRORS[404]})
+async def scope(request: Request, scope: ScopePath) -> Any:
+    """One scope."""
+    try:
+        return _service(request).scope(_tenant(request), scope)
+    except CallerError as error:
+        return error_response(error)
+
+
+@router.delete("/scopes/{scope:path}", response_model=ScopeInfo, responses={404: _ERRORS[404]})
+async def cancel(request: Request, scope: ScopePath) -> Any:
+    """Terminal cancellation: every request of the scope loses authority, and the id is dead until a higher epoch."""
+    service, tenant = _service(request), _tenant(request)
+    try:
+        return service.describe(service.cancel(tenant, scope))
+    except CallerError as error:
+        return error_response(error)
+
+
+@router.post("/scopes/{scope:path}/pause", response_model=ScopeInfo, responses={404: _ERRORS[404], 410: _ERRORS[410]})
+async def pause(request: Request, scope: ScopePath) -> Any:
+    """Schedule nothing of the scope until it continues.  Authority is unchanged; its blocks stay."""
+    return _set_paused(request, scope, paused=True)
+
+
+@router.post("/scopes/{scope:path}/continue", response_model=ScopeInfo, responses={404: _ERRORS[404]})
+async def continue_(request: Request, scope: ScopePath) -> Any:
+    """Let a paused scope go on."""
+    return _set_paused(request, scope, paused=False)
+
+
+def _set_paused(request: Request, scope: str, *, paused: bool) -> Any:
+    service = _service(request)
+    try:
+        return service.describe(service.set_paused(_tenant(request), scope, paused))
+    except CallerError as error:
+        return error_response(error)
+
+
+@router.get("/retire/status", response_model=ServerStatus)
+async def status(request: Request) -> Any:
+    """The seal of every process, the stated backlog, and what the engine holds for scopes."""
+    service = _service(request)
+    return {
+        "seal": seal.require().as_dict(),
+        "state_dir": str(service.settings.state_dir),
+        "stated_backlog": service.stated_backlog(),
+        "engine": await service.engine_status(),
+    }

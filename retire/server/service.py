@@ -1,0 +1,304 @@
+"""Authority changes, as the API process makes them.
+
+Owns: the one place where a supersede happens (header, body or `POST /supersede` all come here), the live streams per
+scope, the records, and the messages to and from the engine.
+Must not know: ASGI.  Strategy: the store first; everything after it is telling those concerned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import xxhash
+
+from retire.authority.store import Authority, ScopeView
+from retire.core.errors import EngineError, NotFound, Unsupported
+from retire.core.types import Contract, Epoch, ScopeId, Stage, TenantId, TransitionId
+from retire.server import metrics
+from retire.server.transitions import Transition, Transitions, now_ns
+from retire.settings import Settings
+
+_log = logging.getLogger("vllm.retire")
+FENCE_WAIT_S = 60.0
+SETTLED_SCOPES = 4096
+
+Utility = Callable[..., Awaitable[Any]]
+
+
+class LiveStream(Protocol):
+    """What the service asks of a response in flight."""
+
+    epoch: Epoch
+
+    def revoke(self, superseded_by: int | None, fenced: asyncio.Event | None) -> None: ...
+    def promise(self, tokens: int) -> None: ...
+    def published(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Superseded:
+    """The record, and whether this call made it (False: an idempotency key answered again)."""
+
+    record: Transition
+    fresh: bool
+    view: ScopeView
+
+
+class Service:
+    """One per API process."""
+
+    def __init__(
+        self,
+        authority: Authority,
+        settings: Settings,
+        call_engine: Utility,
+        engine_dead: Callable[[], bool],
+        serves_model: Callable[[str], bool],
+    ) -> None:
+        self.authority = authority
+        self.settings = settings
+        self.transitions = Transitions()
+        self._call_engine = call_engine
+        self.engine_dead = engine_dead
+        self.serves_model = serves_model
+        self._streams: dict[tuple[TenantId, ScopeId], set[LiveStream]] = {}
+        self._settled: OrderedDict[tuple[TenantId, ScopeId], list[dict[str, Any]]] = OrderedDict()
+        self._salts: dict[tuple[TenantId, ScopeId], str] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # -- supersede ------------------------------------------------------------------------------------------------
+
+    def supersede(  # noqa: PLR0913 - the fields of one request
+        self,
+        tenant: TenantId,
+        scope: str,
+        expected: int | Literal["*"],
+        contract: Contract,
+        reason: str | None = None,
+        idempotency: tuple[str, bytes] | None = None,
+    ) -> Superseded:
+        """ADVANCE.  No await between the look and the store, and none before everybody concerned is told.
+
+        `idempotency`: key and the request's bytes.
+
+        Raises:
+            CallerError: as `Authority.advance`; Unsupported for a key that came with another body.
+            EngineError: the engine is gone; authority has not moved.
+        """
+        digest = hashlib.sha256(idempotency[1]).digest() if idempotency else b""
+        number = uuid.uuid4().int
+        if idempotency:
+            number = xxhash.xxh3_128_intdigest(tenant.encode() + b"\0" + idempotency[0].encode() + b"\0" + digest)
+            earlier = self._answered(tenant, idempotency[0], digest)
+            if earlier is not None:
+                return earlier
+        self.require_engine()
+        if idempotency:
+            self.authority.remember_idempotent(tenant, idempotency[0], digest, transition=number, scope=scope)
+        for stream in self.streams(tenant, ScopeId(scope)):
+            if contract.keep_prefix_tokens is not None and expected in ("*", stream.epoch):
+                stream.promise(contract.keep_prefix_tokens)  # harmless while its epoch is current
+        advanced_ns = now_ns()
+        advanced = self.authority.advance(tenant, scope, expected, number)
+        record = Transition(
+            id=TransitionId(f"{number:032x}"),
+            tenant=tenant,
+            scope=ScopeId(scope),
+            old_epoch=advanced.old_epoch,
+            new_epoch=advanced.new_epoch,
+            reason=reason,
+            contract=contract,
+            advanced_ns=advanced_ns,
+        )
+        self.transitions.add(record)
+        record.published = self._settled.pop((tenant, record.scope), [])
+        self._revoke_streams(record.tenant, record.scope, superseded_by=advanced.new_epoch, record=record)
+        if contract.inherit.value == "none":
+            self._salts[(tenant, record.scope)] = f"retire:{record.id}"
+        self._tell(
+            {
+                "kind": "advanced",
+                "tenant": tenant,
+                "scope": scope,
+                "transition": record.id,
+                "old_epoch": advanced.old_epoch,
+                "new_epoch": advanced.new_epoch,
+                "contract": {
+                    "inherit": contract.inherit.value,
+                    "equivalence": contract.equivalence.value,
+                    "keep_prefix_tokens": contract.keep_prefix_tokens,
+                    "deadline_ms": contract.deadline_ms,
+                    "tier": contract.tier.value,
+                    "ttl_ms": contract.ttl_ms,
+                },
+            }
+        )
+        asyncio.get_running_loop().call_later(contract.ttl_ms / 1000 + 0.01, self._tell, {"kind": "wake"})
+        if idempotency:
+            self.authority.remember_idempotent(
+                tenant, idempotency[0], digest, transition=number, scope=scope, epoch=advanced.new_epoch
+            )
+        metrics.SUPERSEDES.inc()
+        view = ScopeView(
+            tenant=tenant, scope=record.scope, epoch=advanced.new_epoch, slot=advanced.slot, raw=advanced.raw
+        )
+        return Superseded(record, fresh=True, view=view)
+
+    def _answered(self, tenant: TenantId, key: str, digest: bytes) -> Superseded | None:
+        found = self.authority.find_idempotent(tenant, key)
+        if found is None:
+            return None
+        if found.body_hash != digest:
+            raise Unsupported("this idempotency key came with another body", param="Idempotency-Key")
+        if found.epoch is None:
+            return None  # the store may not have happened; advance knows by the transition's id
+        record = self.transitions.get(tenant, f"{found.transition:032x}")
+        if record is None:  # another process, or a life before this one, made it
+            record = Transition(
+                id=TransitionId(f"{found.transition:032x}"),
+                tenant=tenant,
+                scope=ScopeId(found.scope),
+                old_epoch=Epoch(found.epoch - 1),
+                new_epoch=Epoch(found.epoch),
+                reason=None,
+                contract=Contract(),
+                advanced_ns=now_ns(),
+            )
+        view = self.authority.view(tenant, found.scope)
+        assert view is not None, "a scope that was superseded is known"
+        return Superseded(record, fresh=False, view=view)
+
+    async def wait_fenced(self, record: Transition) -> bool:
+        """Whether obsolete rows are closed; waits for the engine to say so, not forever."""
+        try:
+            await asyncio.wait_for(record.fenced.wait(), FENCE_WAIT_S)
+        except TimeoutError:
+            return False
+        return Stage.FENCE in record.ended_ns
+
+    # -- scopes ---------------------------------------------------------------------------------------------------
+
+    def cancel(self, tenant: TenantId, scope: str) -> ScopeView:
+        """Terminal cancellation: no successor.  Raises as `Authority.cancel`."""
+        view = self.authority.cancel(tenant, scope)
+        self._settled.pop((tenant, view.scope), None)
+        self._revoke_streams(tenant, view.scope, superseded_by=None, record=None)
+        self._tell({"kind": "cancelled", "tenant": tenant, "scope": scope})
+        return view
+
+    def set_paused(self, tenant: TenantId, scope: str, paused: bool) -> ScopeView:
+        """Keep the scope's requests from being scheduled, or let them go on.  Authority is unchanged."""
+        view = self.authority.set_paused(tenant, scope, paused)
+        self._tell({"kind": "wake"})
+        return view
+
+    def scope(self, tenant: TenantId, scope: str) -> dict[str, Any]:
+        """What a tenant may know of its scope.  Raises NotFound."""
+        view = self.authority.view(tenant, scope)
+        if view is None:
+            raise NotFound(f"no scope {scope!r}", param="scope")
+        return self.describe(view)
+
+    def describe(self, view: Any) -> dict[str, Any]:
+        """A scope as the routes show it."""
+        record = self.transitions.of_scope(view.tenant, view.scope)
+        return {
+            "scope": view.scope,
+            "epoch": view.epoch,
+            "paused": view.paused,
+            "cancelled": view.cancelled,
+            "live_requests": len(self.streams(view.tenant, view.scope)),
+            "transition": record.id if record else None,
+        }
+
+    # -- streams --------------------------------------------------------------------------------------------------
+
+    def streams(self, tenant: TenantId, scope: ScopeId) -> set[LiveStream]:
+        """Responses of the scope that are in flight."""
+        return self._streams.get((tenant, scope), set())
+
+    def attach(self, tenant: TenantId, scope: ScopeId, stream: LiveStream) -> None:
+        """A scoped response begins."""
+        self._streams.setdefault((tenant, scope), set()).add(stream)
+
+    def detach(self, tenant: TenantId, scope: ScopeId, stream: LiveStream, *, ended_by_itself: bool) -> None:
+        """A scoped response is over; what it published stays known until the scope advances."""
+        key = (tenant, scope)
+        group = self._streams.get(key, set())
+        group.discard(stream)
+        if not group:
+            self._streams.pop(key, None)
+        if ended_by_itself:
+            self._settled.setdefault(key, []).append(stream.published())
+            del self._settled[key][:-64]
+            self._settled.move_to_end(key)
+            while len(self._settled) > SETTLED_SCOPES:
+                self._settled.popitem(last=False)
+
+    def _revoke_streams(
+        self, tenant: TenantId, scope: ScopeId, *, superseded_by: int | None, record: Transition | None
+    ) -> None:
+        for stream in list(self.streams(tenant, scope)):
+            if record is None or stream.epoch <= record.old_epoch:
+                stream.revoke(superseded_by, record.fenced if record is not None else None)
+                if record is not None:
+                    record.published.append(stream.published())
+
+    def salt(self, tenant: TenantId, scope: ScopeId) -> str | None:
+        """The scope's cache generation: set once a contract said `inherit: none`, None for the common cache."""
+        return self._salts.get((tenant, scope))
+
+    # -- the engine -----------------------------------------------------------------------------------------------
+
+    def require_engine(self) -> None:
+        """Raise EngineError when the engine is dead."""
+        if self.engine_dead():
+            raise EngineError("the engine is gone")
+
+    def stated_backlog(self) -> dict[str, int]:
+        """What of a scoped stream may lie behind the last gate on this host: frames in the transport, bytes in the
+        socket's send buffer (the kernel doubles what is asked for)."""
+        return {"frames_in_transport": 1, "bytes_in_send_buffer": 2 * self.settings.backlog_bytes}
+
+    async def engine_status(self) -> dict[str, int]:
+        """What the engine holds for scopes right now."""
+        status: dict[str, int] = await self._call_engine("retire_event", {"kind": "status"})
+        return status
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        self.spawn(self._send(event))
+
+    async def _send(self, event: dict[str, Any]) -> None:
+        try:
+            await self._call_engine("retire_event", event)
+        except Exception as error:  # noqa: BLE001 - the table holds the truth; the engine may be gone
+            _log.warning("retire: the engine did not take %s: %s", event["kind"], error)
+
+    async def follow_engine(self) -> None:
+        """Take in the engine's facts for as long as it lives."""
+        cursor = 0
+        while True:
+            try:
+                batch = await self._call_engine("retire_facts", cursor)
+            except Exception as error:  # noqa: BLE001 - any failure here is the engine's end
+                _log.warning("retire: no more facts from the engine: %s", error)
+                return
+            cursor = batch["cursor"]
+            for fact in batch["facts"]:
+                record = self.transitions.learn(fact)
+                if record is not None:
+                    metrics.observe(fact, record)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run beside everything else; kept alive until done."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,176 @@
+"""Records of transitions, as the API process knows them.
+
+Owns: what `GET /transitions/{id}` tells.  Fed by the ADVANCE it made itself, the engine's facts, and the gate.
+Must not know: how any of these come about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from retire.core.types import Contract, Epoch, ScopeId, Stage, TenantId, TransitionId
+
+KEPT = 4096
+
+
+@dataclass
+class Transition:
+    """One transition.  Stage times are monotonic ns; `first_frame_ns` is the first publication of the successor."""
+
+    id: TransitionId
+    tenant: TenantId
+    scope: ScopeId
+    old_epoch: Epoch
+    new_epoch: Epoch
+    reason: str | None
+    contract: Contract
+    advanced_ns: int
+    published: list[dict[str, Any]] = field(default_factory=list)
+    receipts: list[dict[str, Any]] = field(default_factory=list)
+    ended_ns: dict[Stage, int] = field(default_factory=dict)
+    certificate: dict[str, Any] | None = None
+    refusal: str | None = None
+    adopted_blocks: list[list[int | None]] | None = None
+    outcome: str | None = None
+    first_frame_ns: int | None = None
+    fenced: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def learn(self, fact: dict[str, Any]) -> None:
+        """Take in one fact of the engine."""
+        match fact["kind"]:
+            case "stage":
+                stage = Stage(fact["stage"])
+                self.ended_ns.setdefault(stage, fact["at_ns"])
+                if stage is Stage.FENCE:
+                    self.fenced.set()
+            case "receipt":
+                closed_ns = fact["closed_ns"] or fact["at_ns"]
+                self.receipts.append(
+                    {
+                        "request": fact["request"],
+                        "stopped": fact["stopped"],
+                        "obsolete_closed_ms": _ms(closed_ns - self.advanced_ns),
+                        "frontier_tokens": fact["frontier_tokens"],
+                        "safe_points": fact["safe_points"],
+                        "longest_interval_ms": _ms(fact["longest_interval_ns"]),
+                    }
+                )
+            case "certificate":
+                self.certificate = {
+                    key: fact[key] for key in ("tokens", "source", "target", "fingerprint", "blocks", "generations")
+                }
+            case "adopted":
+                self.adopted_blocks = fact["blocks"]
+            case "refused":
+                self.refusal = fact["refusal"]
+                self.certificate = None
+            case "closed":
+                self.outcome = fact["outcome"]
+                self.fenced.set()
+
+    @property
+    def inherited_tokens(self) -> int:
+        """Tokens whose blocks the successor's table was seen to hold."""
+        return self.certificate["tokens"] if self.certificate and self.adopted_blocks else 0
+
+    def fence_ms(self) -> float | None:
+        """ms from ADVANCE to the last receipt, None while it is out."""
+        ended = self.ended_ns.get(Stage.FENCE)
+        return None if ended is None else _ms(ended - self.advanced_ns)
+
+    def accepted(self) -> dict[str, Any]:
+        """The part that never changes."""
+        return {
+            "id": self.id,
+            "scope": self.scope,
+            "old_epoch": self.old_epoch,
+            "new_epoch": self.new_epoch,
+            "reason": self.reason,
+            "accepted": True,
+        }
+
+    def info(self) -> dict[str, Any]:
+        """Everything known now."""
+        contract = self.contract
+        stages = {stage.value: _ms(ns - self.advanced_ns) for stage, ns in self.ended_ns.items()}
+        stages[Stage.ADVANCE.value] = 0.0
+        if self.first_frame_ns is not None:
+            stages["first_frame"] = _ms(self.first_frame_ns - self.advanced_ns)
+        return {
+            **self.accepted(),
+            "contract": {
+                "inherit": contract.inherit.value,
+                "equivalence": contract.equivalence.value,
+                "keep_prefix": contract.keep_prefix_tokens,
+                "deadline_ms": contract.deadline_ms,
+                "retain": {"tier": contract.tier.value, "ttl_s": contract.ttl_ms / 1000},
+            },
+            "fenced": Stage.FENCE in self.ended_ns,
+            "reclaimed": Stage.RECLAIM in self.ended_ns or self.outcome is not None,
+            "outcome": self.outcome,
+            "stages": dict(sorted(stages.items(), key=lambda item: item[1])),
+            "receipts": self.receipts,
+            "certificate": self.certificate,
+            "refusal": self.refusal,
+            "adopted_blocks": self.adopted_blocks,
+            "inherited_tokens": self.inherited_tokens,
+            "published": self.published,
+        }
+
+
+class Transitions:
+    """The latest `KEPT` records."""
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[TransitionId, Transition] = OrderedDict()
+        self._by_scope: dict[tuple[TenantId, ScopeId], TransitionId] = {}
+
+    def add(self, record: Transition) -> None:
+        """A new record; the oldest beyond the bound is forgotten."""
+        self._records[record.id] = record
+        self._by_scope[(record.tenant, record.scope)] = record.id
+        while len(self._records) > KEPT:
+            old_id, old = self._records.popitem(last=False)
+            key = (old.tenant, old.scope)
+            if self._by_scope.get(key) == old_id:
+                del self._by_scope[key]
+
+    def get(self, tenant: TenantId, transition: str) -> Transition | None:
+        """The tenant's record of that id."""
+        record = self._records.get(TransitionId(transition))
+        return record if record is not None and record.tenant == tenant else None
+
+    def of_scope(self, tenant: TenantId, scope: ScopeId) -> Transition | None:
+        """The scope's latest record."""
+        found = self._by_scope.get((tenant, scope))
+        return None if found is None else self._records[found]
+
+    def learn(self, fact: dict[str, Any]) -> Transition | None:
+        """Hand a fact to its record."""
+        if fact["transition"] is not None:
+            record = self._records.get(TransitionId(fact["transition"]))
+        else:
+            record = next(
+                (
+                    r
+                    for r in reversed(self._records.values())
+                    if (r.tenant, r.scope, r.old_epoch) == (fact.get("tenant"), fact.get("scope"), fact.get("epoch"))
+                ),
+                None,
+            )
+        if record is not None:
+            record.learn(fact)
+        return record
+
+
+def _ms(ns: int) -> float:
+    return round(ns / 1e6, 3)
+
+
+def now_ns() -> int:
+    """The clock of every stage time: CLOCK_MONOTONIC, shared by all processes of the host."""
+    return time.monotonic_ns()

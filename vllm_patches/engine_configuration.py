@@ -1,0 +1,32 @@
+"""Seam: vllm.engine.arg_utils:EngineArgs.create_engine_config
+Process: api    Kind: wrap
+Why: a configuration in which a guarantee cannot hold must stop start-up before a model is loaded.
+Delta: the finished configuration is checked, and this process takes its state directory.
+No seam: general plugins run before the configuration exists, endpoint plugins after the engine does.
+Remove: when plugins can veto a configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_patches._seam import Seam
+
+
+def build(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Check what upstream has made of the arguments."""
+    from retire.authority import home
+    from retire.engine import configuration
+    from retire.settings import Settings
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        configuration.check(config, api_processes=self._api_process_count)
+        home.own(Settings.from_env())
+        return config
+
+    return create_engine_config
+
+
+SEAM = Seam("vllm.engine.arg_utils:EngineArgs.create_engine_config", "wrap", build)
