@@ -58,8 +58,7 @@ class RetireEndpoint:
         """
         if engine_client is None:
             raise SeamError("RETIRE needs an engine; the render server has none")
-        if self._app is None or self._app.build_middleware_stack is not self._build or self._app.middleware_stack:
-            raise SeamError("another package has put itself outside RETIRE's gate")
+        self._require_outermost()
         authority = home.owned()
         if authority is None:
             raise SeamError("this process does not own the state directory")
@@ -79,6 +78,12 @@ class RetireEndpoint:
         )
         state.retire = self._service
         self._service.spawn(self._service.follow_engine())
+
+    def _require_outermost(self) -> None:
+        app = self._app
+        built = None if app is None else app.middleware_stack  # some middleware has it built before the first request
+        if app is None or app.build_middleware_stack is not self._build or not isinstance(built, Gate | None):
+            raise SeamError("another package has put itself outside RETIRE's gate")
 
     @staticmethod
     async def _require_same_seal(core: Any) -> None:

@@ -13,12 +13,14 @@ from retire.core.errors import EpochConflict
 TWICE = 2**32 + 1  # a word whose halves are equal: a torn one shows
 
 
-def store_words(path: str, count: str) -> None:
-    """Store `count` words with equal halves into slot 0's raw word."""
+def store_words(path: str) -> None:
+    """Store words with equal halves into slot 0's raw word until slot 1's is set; answer how many."""
     table = AuthorityTable.open(Path(path))
-    for value in range(1, int(count) + 1):
+    value = 0
+    while table.raw(1) == 0:
+        value += 1
         table._store_scope(0, 0, value * TWICE)
-    _answer(int(count))
+    _answer(value)
 
 
 def advance_often(path: str, key: str, count: str) -> None:

@@ -190,15 +190,16 @@ def test_a_writer_may_die_between_any_two_stores(
 ) -> None:
     """No epoch falls, no scope shows with another's epoch, no old ticket holds once anything else is seen."""
     survived = 0
-    while not _dies_after(path, monkeypatch, prepare, act, epochs, survived):
+    while not _dies_after(survived, path, monkeypatch, (prepare, act), epochs):
         survived += 1
     assert survived >= 5
 
 
 def _dies_after(
-    path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Prepare | None, act: Prepare, epochs: set[int], survived: int
+    survived: int, path: Path, monkeypatch: pytest.MonkeyPatch, acts: tuple[Prepare | None, Prepare], epochs: set[int]
 ) -> bool:
     """Whether `act` needs no more than `survived` stores; checks what a death after that many leaves."""
+    prepare, act = acts
     evicted: list[tuple[int, int, int, bool]] = []
     table = AuthorityTable.create(path, scopes_per_tenant=1, rows=1, on_evict=lambda *args: evicted.append(args))
     slot = table.insert(0, 1, 5)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import lcm
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retire.core import best, boundary, certify, common_prefix
@@ -83,28 +83,33 @@ def slow_obstacle(position: int, group: KVGroup, blocks, current) -> str | None:
     return None if current[ref.block] == ref.generation else "generation"
 
 
+WINDOWS = st.one_of(st.none(), st.integers(1, 9))
+
+
 @st.composite
 def cases(draw):
-    groups = tuple(
-        KVGroup(draw(st.sampled_from([1, 2, 3, 4])), draw(st.one_of(st.none(), st.integers(1, 9))))
-        for _ in range(draw(st.integers(1, 3)))
-    )
-    tokens = tuple(draw(st.lists(st.integers(0, 1), max_size=30)))
-    cut = draw(st.integers(0, len(tokens)))
-    wanted_tokens = tokens[:cut] + tuple(draw(st.lists(st.integers(0, 1), max_size=6)))
-    frontier = draw(st.integers(0, len(tokens)))
+    """Mostly a long shared prefix that is mostly written, so that windows and generations decide."""
+    sizes = draw(st.sampled_from([(1, 1, 1), (2, 1, 2), (2, 4, 1), (2, 3, 1), (4, 4, 2)]))
+    groups = tuple(KVGroup(size, draw(WINDOWS)) for size in sizes[: draw(st.integers(1, 3))])
+    length = draw(st.integers(0, 24))
+    tokens = tuple(range(length))
+    shared = length - draw(st.sampled_from([0, 0, 1, 3, length]))
+    wanted_tokens = (*tokens[: max(0, shared)], *draw(st.lists(st.just(-1), max_size=3)))
+    frontier = max(0, length - draw(st.sampled_from([0, 0, 0, 2, 7, length])))
     current: dict[BlockId, Generation] = {}
     held_groups = []
     for number, group in enumerate(groups):
+        count = -(-frontier // group.block_tokens)
+        slid = draw(st.sampled_from([0, 0, 1, 3, count])) if group.window_tokens is not None else 0
+        changed = draw(st.sets(st.integers(0, max(0, count - 1)), max_size=2))
         row: list[BlockRef | None] = []
-        slid = draw(st.integers(0, 8)) if group.window_tokens is not None else 0
-        for index in range(-(-frontier // group.block_tokens)):
+        for index in range(count):
             block = BlockId(100 * number + index)
-            current[block] = Generation(draw(st.sampled_from([1] * 12 + [2])))
+            current[block] = Generation(2 if index in changed else 1)
             row.append(None if index < slid else BlockRef(block, Generation(1)))
         held_groups.append(tuple(row))
     held = Holding(RequestId("old"), TENANT, tokens, TokenCount(frontier), "f", tuple(held_groups))
-    other = draw(st.sampled_from(["same"] * 8 + ["tenant", "fingerprint"]))
+    other = draw(st.sampled_from(["same"] * 18 + ["tenant", "fingerprint"]))
     wanted = Successor(
         RequestId("new"),
         TenantId("rival") if other == "tenant" else TENANT,
@@ -142,6 +147,7 @@ def test_a_boundary_is_the_largest_multiple_of_every_block_size(tokens, sizes):
     assert found == max(p for p in range(tokens + 1) if all(p % size == 0 for size in sizes))
 
 
+@settings(max_examples=500)
 @given(cases())
 def test_a_certificate_is_what_the_oracle_grants(case):
     held, wanted, groups, current = case
@@ -150,6 +156,7 @@ def test_a_certificate_is_what_the_oracle_grants(case):
     assert (found.tokens if isinstance(found, Certificate) else found) == expected
 
 
+@settings(max_examples=500)
 @given(cases())
 def test_a_certificate_covers_exactly_the_windows(case):
     held, wanted, groups, current = case
@@ -258,6 +265,27 @@ def test_a_window_that_slid_costs_the_boundaries_it_no_longer_covers(window, exp
         tokens, blocks = expected
         assert isinstance(found, Certificate)
         assert (found.tokens, found.groups[1]) == (tokens, refs(blocks))
+
+
+@pytest.mark.parametrize(("window_tokens", "left_out"), [(1, 6), (2, 5), (3, 4), (6, 1), (7, 0), (8, 0)])
+def test_the_window_of_the_first_computed_token_is_covered_to_the_position(window_tokens, left_out):
+    """The token at position 6 attends to itself and to the window's other positions before it."""
+    groups = (KVGroup(1, window_tokens),)
+    found = ask(holding("o", groups=(refs(range(8)),)), successor("n"), groups)
+    assert isinstance(found, Certificate)
+    assert found.groups == (refs([*[None] * left_out, *range(left_out, 6)]),)
+
+
+def test_a_missing_block_of_full_attention_is_no_slid_window():
+    found = ask(holding("o", groups=(refs((None, 1, 2, 3)),)), successor("n"))
+    assert found is Refusal.GENERATION
+
+
+def test_a_block_that_changed_hands_inside_a_window_is_named_before_the_slide():
+    groups = (KVGroup(2, window_tokens=5),)
+    held = holding("o", groups=(refs((None, None, 22, 23)),))
+    assert ask(held, successor("n"), groups) is Refusal.WINDOW_SLID
+    assert ask(held, successor("n"), groups, lambda b: Generation(2 if b == 22 else 1)) is Refusal.GENERATION
 
 
 def test_a_window_is_not_blamed_for_a_block_that_changed_hands():

@@ -318,6 +318,18 @@ def test_a_lost_client_in_fence_leaves_its_predecessors_to_the_next_fence():
     assert effects == (ReportStage(tid("t23"), Stage.FENCE),)
 
 
+def test_requests_that_nobody_waits_for_still_leave_once():
+    leaving, _ = play(AT[FENCE], ev.RequestFinished(rid("2a")))
+    state, effects = play(leaving, closed("1b", H1B))
+    assert (state.leaving, effects) == (frozenset(), (ReleasePins((H1B,)),))
+    assert is_rejected(state, closed("1b"))
+    state, effects = play(leaving, admitted("2c"), ev.ScopeCancelled())
+    assert effects[-1] == CloseRequests(frozenset({rid("2c")})), "1b was told already"
+    assert state.leaving == {rid("1b"), rid("2c")}
+    state, effects = play(state, ev.RequestFinished(rid("1b")), closed("2c"))
+    assert (state.leaving, effects) == (frozenset(), ())
+
+
 def test_another_live_request_may_end_without_touching_the_transition():
     for place in (FENCE, RESUME):
         state, effects = play(AT[place], admitted("2b"), ev.RequestFinished(rid("2b")))
