@@ -230,9 +230,7 @@ def test_wrong_usage_exits_with_2(argv, capsys):
     assert caught.value.code == cli.Exit.USAGE
 
 
-@pytest.mark.parametrize(
-    ("status", "code"), [(200, cli.Exit.OK), (409, cli.Exit.REFUSED), (503, cli.Exit.UNAVAILABLE)]
-)
+@pytest.mark.parametrize(("status", "code"), [(200, cli.Exit.OK), (409, cli.Exit.REFUSED), (503, cli.Exit.UNAVAILABLE)])
 def test_supersede_reports_by_exit_code(status, code, monkeypatch, capsys):
     seen = []
 

@@ -68,7 +68,7 @@ def install_all() -> dict[str, str]:
     undo = []
     try:
         for seam in seams():
-            undo.append(_seam.swap(seam))
+            undo.append(_seam.swap(seam))  # noqa: PERF401 - each must be undone if the next fails
     except BaseException:
         for step in reversed(undo):
             step()

@@ -36,21 +36,23 @@ SEAM = Seam(
     "wrap",
     build,
     # Everything of the base class that the mixin overrides or whose order of work it leans on.
-    relies_on=tuple(
-        S + name
-        for name in (
-            "__init__",
-            "schedule",
-            "update_from_output",
-            "add_request",
-            "finish_requests",
-            "reset_prefix_cache",
-            "get_num_unfinished_requests",
-            "_free_request",
-            "_preempt_request",
-            "_handle_blocked_waiting_request",
-            "_get_local_prefix_cache_hit",
-        )
-    )
-    + ("vllm.v1.engine.core:EngineCore.step",),
+    relies_on=(
+        "vllm.v1.engine.core:EngineCore.step",
+        *(
+            S + name
+            for name in (
+                "__init__",
+                "schedule",
+                "update_from_output",
+                "add_request",
+                "finish_requests",
+                "reset_prefix_cache",
+                "get_num_unfinished_requests",
+                "_free_request",
+                "_preempt_request",
+                "_handle_blocked_waiting_request",
+                "_get_local_prefix_cache_hit",
+            )
+        ),
+    ),
 )

@@ -48,16 +48,23 @@ ScopeKey = tuple[TenantId, ScopeId]
 class Engine(Protocol):
     """What the coordinator asks of the scheduler it lives in."""
 
-    def request(self, request_id: RequestId) -> Any: ...
-    def computed_blocks(self, request_id: RequestId) -> tuple[Iterable[Any], ...]: ...
-    def publish(self, request: Any, tokens: int) -> None: ...
-    def drop(self, request_id: RequestId) -> None: ...
+    def request(self, request_id: RequestId) -> Any:
+        """vLLM's request, None when it is gone."""
+
+    def computed_blocks(self, request_id: RequestId) -> tuple[Iterable[Any], ...]:
+        """The request's block table, per KV group."""
+
+    def publish(self, request: Any, tokens: int) -> None:
+        """Make the request's full blocks below `tokens` readable."""
+
+    def drop(self, request_id: RequestId) -> None:
+        """Finish the request and free what it holds."""
 
 
 class Coordinator:
     """One per scheduler.  All calls come from the engine's own thread."""
 
-    def __init__(  # noqa: PLR0913 - the parts it joins
+    def __init__(
         self,
         engine: Engine,
         table: AuthorityTable,
@@ -122,7 +129,7 @@ class Coordinator:
         self._held.add(request_id)
         key = (tag.tenant, tag.scope)
         state = self._states.get(key)
-        if state is None:
+        if state is None or (state.cancelled and tag.epoch > state.epoch):
             state = self._states[key] = ScopeState(tenant=tag.tenant, scope=tag.scope, epoch=tag.epoch)
         if tag.epoch > state.epoch:
             self._early.setdefault(key, []).append(request_id)  # the message about its epoch is still on its way
@@ -251,7 +258,9 @@ class Coordinator:
         holding = self._capture(rid, tag) if lost_epoch else None
         if lost_epoch:
             self._report_receipt(rid, key, holding)
-        if state is not None and rid in state.closing | state.leaving:
+        if state is not None and (
+            rid in state.closing | state.leaving or (holding is not None and tag.epoch < state.epoch)
+        ):
             self._forget(rid)
             self._engine.drop(rid)
             self._feed(key, happened.RequestClosed(rid, holding))
@@ -318,7 +327,7 @@ class Coordinator:
         old, new = Epoch(event["old_epoch"]), Epoch(event["new_epoch"])
         transition = TransitionId(event["transition"])
         contract = contract_of(event["contract"])
-        if key not in self._states:
+        if key not in self._states or self._states[key].cancelled:
             self._states[key] = ScopeState(tenant=key[0], scope=key[1], epoch=old)
         try:
             self._feed(key, happened.EpochAdvanced(transition, old, new, contract))

@@ -58,7 +58,7 @@ class VersionedScheduler:
 
     def computed_blocks(self, request_id: RequestId) -> tuple[Iterable[Any], ...]:
         """The request's block table, per KV group."""
-        return self.kv_cache_manager.coordinator.get_blocks(request_id)  # type: ignore[attr-defined,no-any-return]
+        return self.kv_cache_manager.coordinator.get_blocks(request_id)  # type: ignore[attr-defined]
 
     def publish(self, request: Any, tokens: int) -> None:
         """Make the request's full blocks below `tokens` readable through the prefix cache."""
@@ -116,7 +116,7 @@ class VersionedScheduler:
         unfinished: int = super().get_num_unfinished_requests()  # type: ignore[misc]
         return max(0, unfinished - self.retire.paused_requests())
 
-    # -- upstream's inner steps -----------------------------------------------------------------------------------------
+    # -- upstream's inner steps -------------------------------------------------------------------------------------
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         result = super()._free_request(request, *args, **kwargs)  # type: ignore[misc]

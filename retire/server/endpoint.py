@@ -39,7 +39,7 @@ class RetireEndpoint:
         inner_build = app.build_middleware_stack
 
         def build_with_gate() -> ASGIApp:
-            return Gate(inner_build(), self.service, lambda: self._tenants)  # type: ignore[arg-type,return-value]
+            return Gate(inner_build(), self.service, lambda: self._tenants)
 
         app.build_middleware_stack = build_with_gate  # type: ignore[method-assign]
         self._app, self._build = app, build_with_gate

@@ -106,7 +106,7 @@ class Frames:
             if seen.finished:
                 continue
             choice: dict[str, Any] = {"index": index, "finish_reason": "length", "logprobs": None}
-            choice |= {"delta": {}} if self.chat else {"text": ""}
+            choice["delta" if self.chat else "text"] = {} if self.chat else ""
             note = {**self.tag, **why, "published": {"tokens": seen.tokens, "chars": seen.chars}}
             out.append(sse({**head, "choices": [choice], "retire": note}))
         return b"".join(out) + DONE

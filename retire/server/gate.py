@@ -19,7 +19,6 @@ from typing import Any, Literal
 from retire.authority.store import ScopeView
 from retire.authority.tag import EPOCH_KEY, PREFIX, SCOPE_KEY, Tag, to_xargs
 from retire.core.errors import (
-    CallerError,
     EngineError,
     EpochRevoked,
     InvalidRequest,
@@ -163,7 +162,7 @@ class Exchange:
             await self._serve(path, body, view, None, rewritten=False)
             return
         tenant = tenants.authenticate(headers.get("authorization"))
-        scope_name, epoch = headers.get("x-retire-scope"), headers.epoch("x-retire-epoch")
+        scope_name, epoch = headers.get("x-retire-scope"), _number(headers.epoch("x-retire-epoch"))
         expected = headers.epoch("x-retire-supersedes", star=True)
         if scope_name is None:
             raise InvalidRequest("X-Retire-Scope is missing", param="X-Retire-Scope")
@@ -186,7 +185,9 @@ class Exchange:
             view = done.view
         await self._serve(path, body, view, self._advanced, rewritten=False)
 
-    def _join(self, tenant: TenantId, scope_name: str | None, epoch: int | None, body: dict[str, Any] | None) -> ScopeView:
+    def _join(
+        self, tenant: TenantId, scope_name: str | None, epoch: int | None, body: dict[str, Any] | None
+    ) -> ScopeView:
         """An ordinary request joins its scope."""
         if body is None:
             raise InvalidRequest("the body is not a JSON object")
@@ -328,7 +329,7 @@ class Exchange:
 class Stream:
     """One scoped response on its way out."""
 
-    def __init__(  # noqa: PLR0913 - what it joins
+    def __init__(
         self,
         exchange: Exchange,
         service: Service,
@@ -432,8 +433,10 @@ class Stream:
             self.settle()
 
     def settle(self) -> None:
-        """The response is over.  A ticket that lost its epoch keeps its row limit until the last receipt: a promised
-        prefix is still worth computing."""
+        """The response is over.
+
+        A ticket that lost its epoch keeps its row limit until the last receipt: a promised prefix is still wanted.
+        """
         service, view = self._service, self._view
         service.detach(view.tenant, view.scope, self, ended_by_itself=not self._revoked.is_set())
         if self._fenced is None:
@@ -563,7 +566,7 @@ class Stream:
             await self._cycle.flow.drain()
 
     async def _end_revoked(self) -> None:
-        """End the response as a superseded one.  The bytes are the server's own; nothing of the old epoch is in them."""
+        """End the response as a superseded one.  The bytes are the server's own, nothing of the old epoch."""
         self._closed = True
         service, view = self._service, self._view
         now = service.authority.view(view.tenant, view.scope)
@@ -601,6 +604,10 @@ def _json_object(raw: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def _number(epoch: int | Literal["*"] | None) -> int | None:
+    return None if epoch == "*" else epoch
+
+
 def _names_scope(body: dict[str, Any]) -> bool:
     xargs = body.get("vllm_xargs")
     return isinstance(xargs, dict) and any(str(key).startswith(PREFIX) for key in xargs)
@@ -626,4 +633,3 @@ def _merge(
     if name is None:
         raise InvalidRequest("vllm_xargs.retire_scope is missing", param="vllm_xargs.retire_scope")
     return name, epoch if epoch is not None else body_epoch
-

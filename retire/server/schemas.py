@@ -89,7 +89,7 @@ class SupersedeBody(_Strict):
     )
 
     scope: ScopeName
-    expected_epoch: EpochNumber | Literal["*"] = Field(description='the epoch to revoke; "*" revokes whatever is current')
+    expected_epoch: EpochNumber | Literal["*"] = Field(description='the epoch to revoke; "*": whatever is current')
     reason: Annotated[StrictStr, Field(max_length=256)] | None = None
     contract: ContractBody = ContractBody()
     successor: SuccessorBody | None = None
@@ -104,7 +104,7 @@ class Accepted(BaseModel):
     new_epoch: int
     reason: str | None
     accepted: Literal[True] = True
-    fenced: bool | None = Field(default=None, description="with `Prefer: wait=fenced`: whether obsolete rows are closed")
+    fenced: bool | None = Field(default=None, description="with `Prefer: wait=fenced`: are obsolete rows closed")
     fence_ms: float | None = None
 
 

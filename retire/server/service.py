@@ -37,9 +37,14 @@ class LiveStream(Protocol):
 
     epoch: Epoch
 
-    def revoke(self, superseded_by: int | None, fenced: asyncio.Event | None) -> None: ...
-    def promise(self, tokens: int) -> None: ...
-    def published(self) -> dict[str, Any]: ...
+    def revoke(self, superseded_by: int | None, fenced: asyncio.Event | None) -> None:
+        """The epoch has lost authority: end now.  `fenced` will tell when no row of it is computed any more."""
+
+    def promise(self, tokens: int) -> None:
+        """The successor starts with so many tokens of this request's."""
+
+    def published(self) -> dict[str, Any]:
+        """Per choice, what has passed the last gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class Service:
 
     # -- supersede ------------------------------------------------------------------------------------------------
 
-    def supersede(  # noqa: PLR0913 - the fields of one request
+    def supersede(
         self,
         tenant: TenantId,
         scope: str,
@@ -263,8 +268,10 @@ class Service:
             raise EngineError("the engine is gone")
 
     def stated_backlog(self) -> dict[str, int]:
-        """What of a scoped stream may lie behind the last gate on this host: frames in the transport, bytes in the
-        socket's send buffer (the kernel doubles what is asked for)."""
+        """What of a scoped stream may lie behind the last gate on this host.
+
+        Frames in the transport, bytes in the socket's send buffer (the kernel doubles what is asked for).
+        """
         return {"frames_in_transport": 1, "bytes_in_send_buffer": 2 * self.settings.backlog_bytes}
 
     async def engine_status(self) -> dict[str, int]:

@@ -38,11 +38,12 @@ def advance_often(path: str, key: str, count: str) -> None:
 
 
 def race(path: str, key: str, first: str, rounds: str) -> None:
-    """In each round compete for one raw word with whoever else does; answer the rounds won."""
+    """Say "ready"; in each round compete for one raw word with whoever else does; answer the rounds won."""
     table = AuthorityTable.open(Path(path))
     slot = table.find(0, int(key))
     assert slot is not None
     won: list[int] = []
+    _answer("ready")
     for raw in range(int(first), int(first) + int(rounds)):
         while table.raw(slot) < raw:
             time.sleep(0)

@@ -73,6 +73,19 @@ def test_compare_and_store_from_two_processes_loses_no_update(tmp_path: Path) ->
     table.close()
 
 
+def test_a_writer_in_another_process_waits(tmp_path: Path) -> None:
+    table = AuthorityTable.create(tmp_path / "table")
+    slot = table.insert(0, 77, 1)
+    first = table.raw(slot)
+    with child("race", tmp_path / "table", 77, first, 1) as writer:
+        with table.locked(), table.locked():
+            assert answer(writer) == "ready"
+            time.sleep(0.3)
+            assert table.raw(slot) == first
+        assert answer(writer) == [first]
+    table.close()
+
+
 def test_of_two_processes_that_advance_one_epoch_exactly_one_wins(tmp_path: Path) -> None:
     rounds = 500
     table = AuthorityTable.create(tmp_path / "table")
@@ -80,6 +93,7 @@ def test_of_two_processes_that_advance_one_epoch_exactly_one_wins(tmp_path: Path
     first = table.raw(slot)
     arguments = ("race", tmp_path / "table", 77, first, rounds)
     with child(*arguments) as one, child(*arguments) as other:
+        assert answer(one) == answer(other) == "ready"
         won = answer(one) + answer(other)
     assert sorted(won) == list(range(first, first + rounds))
     assert table.epoch(slot) == rounds + 1

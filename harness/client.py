@@ -1,0 +1,128 @@
+"""A small HTTP client that remembers when every frame came.
+
+Owns: times and epochs of frames as an application sees them.  Used by demo and benches; the product's client is
+`retire.client`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+TIMEOUT_S = 600.0
+
+
+@dataclass
+class Frame:
+    """One chunk.  `at` is seconds of `time.monotonic`; `text` the content it carried."""
+
+    at: float
+    epoch: int | None
+    text: str
+    body: dict[str, Any]
+
+
+@dataclass
+class Reply:
+    """A streamed response, filled in while it arrives."""
+
+    sent_at: float = 0.0
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    headers_at: float = 0.0
+    frames: list[Frame] = field(default_factory=list)
+    error: dict[str, Any] | None = None
+    done_at: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """Everything said."""
+        return "".join(frame.text for frame in self.frames)
+
+    @property
+    def first_text_at(self) -> float:
+        """When the first content came; inf if none did."""
+        return next((frame.at for frame in self.frames if frame.text), float("inf"))
+
+    @property
+    def logprobs(self) -> list[tuple[str, float]]:
+        """Token and log-probability of every generated token that was asked for."""
+        return [
+            (entry["token"], entry["logprob"])
+            for frame in self.frames
+            for choice in frame.body.get("choices", [])
+            for entry in (choice.get("logprobs") or {}).get("content") or []
+        ]
+
+
+class Streaming:
+    """A streamed chat completion in a thread of its own.  `leave` closes the connection."""
+
+    def __init__(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
+        self.reply = Reply()
+        self._url, self._body, self._headers = f"{url}/v1/chat/completions", {**body, "stream": True}, headers or {}
+        self._client = httpx.Client(timeout=TIMEOUT_S)
+        self._socket: socket.socket | None = None
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.reply.sent_at = time.monotonic()
+        self._thread.start()
+
+    def _run(self) -> None:
+        reply = self.reply
+        try:
+            with self._client.stream("POST", self._url, json=self._body, headers=dict(self._headers)) as response:
+                reply.status, reply.headers = response.status_code, dict(response.headers)
+                reply.headers_at = time.monotonic()
+                self._socket = response.extensions["network_stream"].get_extra_info("socket")
+                if response.status_code != 200:
+                    reply.error = json.loads(response.read())
+                    return
+                for line in response.iter_lines():
+                    if self._left.is_set():
+                        return
+                    if line.startswith("data: {"):
+                        self._take(json.loads(line[6:]))
+        except httpx.TransportError:
+            if not self._left.is_set():
+                raise
+        finally:
+            reply.done_at = time.monotonic()
+
+    def _take(self, body: dict[str, Any]) -> None:
+        text = "".join((choice.get("delta") or {}).get("content") or "" for choice in body.get("choices", []))
+        self.reply.frames.append(Frame(time.monotonic(), (body.get("retire") or {}).get("epoch"), text, body))
+
+    def wait(self) -> Reply:
+        """The whole reply."""
+        self._thread.join()
+        return self.reply
+
+    def wait_for_text(self, frames: int = 1) -> None:
+        """Until so many frames with content have come, or the reply is over."""
+        while self._thread.is_alive() and sum(1 for frame in self.reply.frames if frame.text) < frames:
+            time.sleep(0.002)
+
+    def leave(self) -> None:
+        """Close the connection, as a client does that has lost interest."""
+        self._left.set()
+        while self._socket is None and self._thread.is_alive():
+            time.sleep(0.002)
+        if self._socket is not None:
+            self._socket.shutdown(socket.SHUT_RDWR)  # closing the client would wait for the thread that reads
+        self._thread.join()
+
+
+def probe_ms(url: str, model: str) -> float:
+    """How long an unrelated one-token request takes right now."""
+    started = time.monotonic()
+    body = {"model": model, "prompt": "Hi", "max_tokens": 1, "temperature": 0}
+    httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S).raise_for_status()
+    return (time.monotonic() - started) * 1000

@@ -1,0 +1,149 @@
+"""Starts and stops a real server for demos, tests and benches.
+
+Owns: a free port, a state directory, the log, readiness, the end by SIGTERM of exactly the processes it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+START_TIMEOUT_S = 300.0
+
+
+class ServerFailed(RuntimeError):
+    """The server ended before it was ready; the message holds the last lines of its log."""
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Server:
+    """A vLLM server in its own process group.  Use as a context manager.
+
+    `flags`: vLLM's own.  `patched`: whether `VLLM_PLUGINS` names retire; an unpatched one is plain vLLM.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        flags: Sequence[str] = (),
+        *,
+        patched: bool = True,
+        env: Mapping[str, str] | None = None,
+        state_dir: Path | None = None,
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._scratch = tempfile.TemporaryDirectory(prefix="retire-")
+        self.state_dir = state_dir or Path(self._scratch.name) / "state"
+        self.log_path = Path(self._scratch.name) / "server.log"
+        self._command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.launchers.api_server.entry",
+            *("--model", model, "--host", "127.0.0.1", "--port", str(self.port)),
+            *flags,
+        ]
+        self._env = {
+            **os.environ,
+            "VLLM_PLUGINS": "retire" if patched else "",
+            "RETIRE_STATE_DIR": str(self.state_dir),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            **(env or {}),
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """The API process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def children(self) -> list[int]:
+        """Engine and worker processes, parents first."""
+        found, queue = [], [self.pid]
+        while queue:
+            parent = queue.pop(0)
+            tasks = Path(f"/proc/{parent}/task")
+            kids = [int(k) for t in tasks.glob("*/children") for k in t.read_text().split()] if tasks.exists() else []
+            found += kids
+            queue += kids
+        return found
+
+    def start(self) -> None:
+        """Start and wait until it answers.  Raises ServerFailed."""
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, env=self._env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ServerFailed(self.log_tail())
+            try:
+                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.25)
+        self.stop()
+        raise ServerFailed(f"not ready after {START_TIMEOUT_S:g} s\n{self.log_tail()}")
+
+    def wait(self, timeout_s: float = START_TIMEOUT_S) -> int:
+        """Start without waiting for readiness is not offered; this waits for the process to end by itself."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The end of the log."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def log(self) -> str:
+        """The whole log."""
+        return self.log_path.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """SIGTERM to the process; SIGKILL to its group when it does not end."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+    def close(self) -> None:
+        """Stop and remove the scratch directory."""
+        self.stop()
+        self._scratch.cleanup()

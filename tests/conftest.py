@@ -1,0 +1,93 @@
+"""Real servers for the tests, one per kind and session.
+
+A fixture of this file never passes a server on that holds something: after every test that used one, the engine must
+have nothing left of any scope (pins, requests, open steps), or the test fails.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from harness.server import Server
+from retire import models
+
+TINY_FLAGS = (
+    "--enforce-eager",
+    *("--max-model-len", "8192"),
+    *("--max-num-batched-tokens", "2048"),
+    *("--block-size", "32"),
+    *("--kv-cache-memory-bytes", str(256 << 20)),
+    *("--served-model-name", "tiny"),
+)
+
+
+def served(model: str, flags: tuple[str, ...] = TINY_FLAGS, **more: object) -> Iterator[Server]:
+    """A server for as long as the fixture lives; its log is shown when it did not start."""
+    server = Server(models.resolve(model), flags, **more)  # type: ignore[arg-type]
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_server() -> Iterator[Server]:
+    """A patched server with a random Llama of four layers: fast, and wrong KV changes its output."""
+    yield from served("tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def gemma_server() -> Iterator[Server]:
+    """A patched server with a random Gemma-3: sliding and full attention, several KV groups."""
+    yield from served("tiny-gemma3")
+
+
+@pytest.fixture(scope="session")
+def plain_server() -> Iterator[Server]:
+    """vLLM as it is, the same model as `tiny_server`."""
+    yield from served("tiny-llama", patched=False)
+
+
+def leftovers(server: Server) -> dict[str, int]:
+    """What the engine holds for scopes."""
+    status = httpx.get(f"{server.url}/retire/status", timeout=60).json()
+    held: dict[str, int] = status["engine"]
+    return held
+
+
+@pytest.fixture
+def server(tiny_server: Server) -> Iterator[Server]:
+    """`tiny_server`, checked for leaks afterwards."""
+    yield from leak_checked(tiny_server)
+
+
+@pytest.fixture
+def gemma(gemma_server: Server) -> Iterator[Server]:
+    """`gemma_server`, checked for leaks afterwards."""
+    yield from leak_checked(gemma_server)
+
+
+def leak_checked(server: Server) -> Iterator[Server]:
+    """Hand the server to a test; then wait for the engine to come to rest and look at what it holds."""
+    yield server
+    deadline = time.monotonic() + 60
+    while True:
+        held = leftovers(server)
+        # an open transition may wait for a successor until its pins expire; everything else must go at once
+        if not any(value for name, value in held.items() if name != "open_transitions") or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    held.pop("open_transitions")
+    assert held == dict.fromkeys(held, 0), f"the test left something behind: {held}"
+
+
+@pytest.fixture
+def scope() -> str:
+    """A scope that nobody else uses."""
+    return f"test-{uuid.uuid4().hex[:12]}"
