@@ -26,6 +26,9 @@ TINY_FLAGS = (
 )
 
 
+SHORT_PINS = {"RETIRE_PIN_TTL_MS": "3000"}  # so that a scope without a successor leaves nothing behind for long
+
+
 def served(model: str, flags: tuple[str, ...] = TINY_FLAGS, **more: object) -> Iterator[Server]:
     """A server for as long as the fixture lives; its log is shown when it did not start."""
     server = Server(models.resolve(model), flags, **more)  # type: ignore[arg-type]
@@ -39,13 +42,13 @@ def served(model: str, flags: tuple[str, ...] = TINY_FLAGS, **more: object) -> I
 @pytest.fixture(scope="session")
 def tiny_server() -> Iterator[Server]:
     """A patched server with a random Llama of four layers: fast, and wrong KV changes its output."""
-    yield from served("tiny-llama")
+    yield from served("tiny-llama", env=SHORT_PINS)
 
 
 @pytest.fixture(scope="session")
 def gemma_server() -> Iterator[Server]:
     """A patched server with a random Gemma-3: sliding and full attention, several KV groups."""
-    yield from served("tiny-gemma3")
+    yield from served("tiny-gemma3", env=SHORT_PINS)
 
 
 @pytest.fixture(scope="session")

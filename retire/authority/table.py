@@ -81,15 +81,22 @@ class ScopeWords(NamedTuple):
 class _WritersLock:
     """Excludes threads of this process, then other processes.  Re-entrant.
 
-    The kernel drops the file lock of a process that dies.  A forked child shares its parent's: open again there.
+    The kernel drops the file lock of a process that dies.  A forked child would share its parent's, so it opens anew.
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._path = path
+        self._open()
+
+    def _open(self) -> None:
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._threads = threading.RLock()
         self._depth = 0
+        self._pid = os.getpid()
 
     def __enter__(self) -> None:
+        if os.getpid() != self._pid:
+            self._open()
         self._threads.acquire()
         try:
             if self._depth == 0:
@@ -112,7 +119,7 @@ class _WritersLock:
 
 
 class AuthorityTable:
-    """One mapping of the table.  Open it once per process, after any fork."""
+    """One mapping of the table, for all threads of a process."""
 
     def __init__(self, path: Path, mapping: mmap.mmap, on_evict: OnEvict | None) -> None:
         """Use `create` or `open`."""

@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 from retire import seal
 from retire.authority import home
 from retire.authority.tag import from_xargs
+from retire.core.errors import CallerError
 from retire.core.types import KVGroup, RequestId
 from retire.engine import configuration
 from retire.engine.coordinator import Coordinator
@@ -75,7 +76,13 @@ class VersionedScheduler:
         new = request.request_id not in self.requests  # type: ignore[attr-defined]
         super().add_request(request)  # type: ignore[misc]
         params = request.sampling_params
-        tag = from_xargs(params.extra_args, self._secret) if new and params is not None else None
+        if not new or params is None:
+            return
+        try:
+            tag = from_xargs(params.extra_args, self._secret)
+        except CallerError:  # a front end that no patch covers: whoever has no ticket does not run
+            super().finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)  # type: ignore[misc]
+            return
         if tag is not None:
             self.retire.admitted(request, tag)
 

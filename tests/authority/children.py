@@ -37,18 +37,16 @@ def advance_often(path: str, key: str, count: str) -> None:
     _answer(won)
 
 
-def race(path: str, key: str, first: str, rounds: str) -> None:
+def race(path: str, slot: str, key: str, first: str, rounds: str) -> None:
     """Say "ready"; in each round compete for one raw word with whoever else does; answer the rounds won."""
     table = AuthorityTable.open(Path(path))
-    slot = table.find(0, int(key))
-    assert slot is not None
     won: list[int] = []
     _answer("ready")
     for raw in range(int(first), int(first) + int(rounds)):
-        while table.raw(slot) < raw:
+        while table.raw(int(slot)) < raw:
             time.sleep(0)
         try:
-            table.advance(slot, int(key), raw, os.getpid())
+            table.advance(int(slot), int(key), raw, os.getpid())
             won.append(raw)
         except EpochConflict:
             continue

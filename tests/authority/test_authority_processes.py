@@ -77,7 +77,7 @@ def test_a_writer_in_another_process_waits(tmp_path: Path) -> None:
     table = AuthorityTable.create(tmp_path / "table")
     slot = table.insert(0, 77, 1)
     first = table.raw(slot)
-    with child("race", tmp_path / "table", 77, first, 1) as writer:
+    with child("race", tmp_path / "table", slot, 77, first, 1) as writer:
         with table.locked(), table.locked():
             assert answer(writer) == "ready"
             time.sleep(0.3)
@@ -86,12 +86,33 @@ def test_a_writer_in_another_process_waits(tmp_path: Path) -> None:
     table.close()
 
 
+def test_a_forked_child_excludes_its_parent(tmp_path: Path) -> None:
+    table = AuthorityTable.create(tmp_path / "table")
+    slot = table.insert(0, 77, 1)
+    first = table.raw(slot)
+    ours, theirs = os.pipe()
+    child_pid = os.fork()
+    if child_pid == 0:
+        with table.locked():
+            os.write(theirs, b"x")
+            time.sleep(0.3)
+            table.advance(slot, 77, first, 1)
+        os._exit(0)
+    assert os.read(ours, 1) == b"x"
+    with table.locked():
+        assert table.raw(slot) == first + 1
+    assert os.waitpid(child_pid, 0)[1] == 0
+    os.close(ours)
+    os.close(theirs)
+    table.close()
+
+
 def test_of_two_processes_that_advance_one_epoch_exactly_one_wins(tmp_path: Path) -> None:
     rounds = 500
     table = AuthorityTable.create(tmp_path / "table")
     slot = table.insert(0, 77, 1)
     first = table.raw(slot)
-    arguments = ("race", tmp_path / "table", 77, first, rounds)
+    arguments = ("race", tmp_path / "table", slot, 77, first, rounds)
     with child(*arguments) as one, child(*arguments) as other:
         assert answer(one) == answer(other) == "ready"
         won = answer(one) + answer(other)

@@ -677,7 +677,7 @@ class CrashMachine(RuleBasedStateMachine):
 
 TestCrashMachine = CrashMachine.TestCase
 TestCrashMachine.settings = settings(
-    max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=50, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
