@@ -63,11 +63,12 @@ class Reply:
 
 
 class Streaming:
-    """A streamed chat completion in a thread of its own.  `leave` closes the connection."""
+    """A streamed chat completion (or, with `prompt` in its body, completion) in a thread of its own."""
 
     def __init__(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
+        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         self.reply = Reply()
-        self._url, self._body, self._headers = f"{url}/v1/chat/completions", {**body, "stream": True}, headers or {}
+        self._url, self._body, self._headers = f"{url}{path}", {**body, "stream": True}, headers or {}
         self._client = httpx.Client(timeout=TIMEOUT_S)
         self._socket: socket.socket | None = None
         self._left = threading.Event()
@@ -97,7 +98,9 @@ class Streaming:
             reply.done_at = time.monotonic()
 
     def _take(self, body: dict[str, Any]) -> None:
-        text = "".join((choice.get("delta") or {}).get("content") or "" for choice in body.get("choices", []))
+        text = "".join(
+            choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in body.get("choices", [])
+        )
         self.reply.frames.append(Frame(time.monotonic(), (body.get("retire") or {}).get("epoch"), text, body))
 
     def wait(self) -> Reply:

@@ -299,7 +299,7 @@ class AuthorityTable:
             slot = self.find(tenant_index, key)
             if slot is not None:
                 return slot
-            window = self._window(tenant_index, key)
+            window = list(self._window(tenant_index, key))
             slot = next((slot for slot in window if self._key(slot) == 0), None)
             if slot is None:
                 slot = self._idle_slot(window)
@@ -425,12 +425,12 @@ class AuthorityTable:
 
     # -- inside
 
-    def _window(self, tenant_index: int, key: int) -> list[int]:
+    def _window(self, tenant_index: int, key: int) -> Iterator[int]:
         if not 0 <= tenant_index < self.tenants or not 0 < key < 2**128:
             raise InvariantViolation(f"no region for tenant {tenant_index} and key {key:#x}")
         scopes = self.scopes_per_tenant
         first, home = tenant_index * scopes, key % scopes
-        return [first + (home + step) % scopes for step in range(min(WINDOW_SLOTS, scopes))]
+        return (first + (home + step) % scopes for step in range(min(WINDOW_SLOTS, scopes)))
 
     def _idle_slot(self, window: list[int]) -> int:
         if self._on_evict is not None:
