@@ -65,6 +65,13 @@ def clean_run(url: str, ids: list[int], reused: int, tokens: int = 16) -> str:
     return said(url, completion(ids, tokens, cache_salt=salt))
 
 
+def prefill_s(url: str, ids: list[int]) -> float:
+    """How long a cold prompt of these tokens takes."""
+    started = time.monotonic()
+    said(url, completion(ids, 1, cache_salt=fresh_salt()))
+    return time.monotonic() - started
+
+
 @dataclass
 class Handover:
     """One supersede and what came of it."""
@@ -116,11 +123,9 @@ def supersede_inside_a_step(url: str, scope: str, make: Any, tries: int = 12) ->
     `make(n)` gives the n-th pair of bodies, of which none may have been sent before.
     """
     old, _ = make(0)
-    started = time.monotonic()
-    said(url, {**old, "cache_salt": fresh_salt(), "max_tokens": 1})
-    whole_s = time.monotonic() - started
+    whole_s = min(prefill_s(url, old["prompt"]) for _ in range(3))
     for attempt in range(1, tries + 1):
-        share = 0.45 + 0.5 * ((attempt * 0.618) % 1)
+        share = 0.3 + 0.6 * ((attempt * 0.618) % 1)
         found = supersede(url, f"{scope}-{attempt}", *make(attempt), after_s=whole_s * share)
         if found.stopped and found.record["inherited_tokens"]:
             return found

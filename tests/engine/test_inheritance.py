@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 
-from tests.support import clean_run, completion, said, supersede, supersede_inside_a_step, text_ids
+from harness.client import Streaming
+from tests.support import clean_run, completion, record_of, said, supersede, supersede_inside_a_step, text_ids
 
 PREFIX, SUFFIX = 7000, 60
 
@@ -77,13 +81,8 @@ def test_a_promised_prefix_lets_a_useful_step_run_to_its_end(server, scope):
 
 @pytest.mark.engine
 def test_a_second_supersede_before_the_first_successor_has_run_hands_the_prefix_on(server, scope):
-    from harness.client import Streaming
-    from tests.support import record_of
-
     ids = text_ids(server.url, PREFIX, seed=77)
     streams = [Streaming(server.url, completion([*ids, 3]), {"X-Retire-Scope": scope})]
-    import time
-
     time.sleep(0.4)
     for tail in (11, 12, 13):
         headers = {"X-Retire-Scope": scope, "X-Retire-Supersedes": "*"}
@@ -93,4 +92,5 @@ def test_a_second_supersede_before_the_first_successor_has_run_hands_the_prefix_
     replies = [stream.wait() for stream in streams]
     last = record_of(server.url, replies[-1].headers["location"])
     assert replies[-1].text == clean_run(server.url, [*ids, 13], last["inherited_tokens"])
-    assert all(not frame.text for reply in replies[:-1] for frame in reply.frames)
+    for reply, successor in itertools.pairwise(replies):
+        assert all(frame.at <= successor.headers_at for frame in reply.frames if frame.text)

@@ -12,8 +12,9 @@ from harness.client import Streaming
 from harness.server import Server
 from retire import models
 from tests.conftest import SHORT_PINS, TINY_FLAGS
-from tests.support import clean_run, completion, fresh_salt, said, text_ids
+from tests.support import clean_run, completion, fresh_salt, prefill_s, said, text_ids
 
+BLOCK = 32
 UNSAFE = '''
 """Takes the delayed publication out again: blocks are registered when their step is scheduled, as upstream does."""
 import vllm_patches.kv_publication as kv_publication
@@ -33,14 +34,12 @@ object.__setattr__(kv_publication.SEAM, "build", build)
 def stop_a_step_and_read_behind_it(server: Server, seed: int) -> tuple[str, str, bool]:
     """Stop a prefill without a successor, then let an ordinary request with its prompt go through the prefix cache.
 
-    Returns what it says, what a clean run says, and whether a step was really stopped.
+    Returns what it says, what a clean run says that reuses what was written, and whether a step was stopped.
     """
     ids = text_ids(server.url, 4000, seed)
     salt = fresh_salt()
     scope = f"publication-{seed}-{time.monotonic_ns()}"
-    started = time.monotonic()
-    said(server.url, completion(text_ids(server.url, 4000, seed + 500), 1, cache_salt=fresh_salt()))
-    whole_s = time.monotonic() - started
+    whole_s = min(prefill_s(server.url, ids) for _ in range(2))
     stream = Streaming(server.url, completion(ids, cache_salt=salt), {"X-Retire-Scope": scope})
     time.sleep(whole_s * (0.2 + 0.6 * ((seed * 0.618) % 1)))
     answer = httpx.post(
@@ -52,7 +51,9 @@ def stop_a_step_and_read_behind_it(server: Server, seed: int) -> tuple[str, str,
     stream.wait()
     record = httpx.get(f"{server.url}{answer.headers['location']}", timeout=60).json()
     spoken = said(server.url, completion(ids, cache_salt=salt))
-    return spoken, clean_run(server.url, ids, 0), any(receipt["stopped"] for receipt in record["receipts"])
+    written = max((receipt["frontier_tokens"] for receipt in record["receipts"]), default=0)
+    clean = clean_run(server.url, ids, min(written, len(ids) - 1) // BLOCK * BLOCK)
+    return spoken, clean, any(receipt["stopped"] for receipt in record["receipts"])
 
 
 @pytest.mark.engine
@@ -77,7 +78,7 @@ def test_without_publication_at_receipt_the_reader_answers_gibberish(tmp_path: P
         unsafe.start()
         for seed in range(40, 56):
             spoken, clean, stopped = stop_a_step_and_read_behind_it(unsafe, seed)
-            if stopped and spoken != clean:
+            if stopped and spoken[:12] != clean[:12]:  # wrong from the start, not a late near-tie
                 return
         pytest.fail("the fault that publication at receipt prevents did not show")
     finally:

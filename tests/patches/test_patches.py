@@ -1,0 +1,489 @@
+"""An unpatched, half-patched or wrongly patched vLLM is impossible: what stops it, and what an installation leaves.
+
+Scenarios that install run in forked children (see conftest), so this process keeps the vLLM it found.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import vllm_patches
+from vllm_patches import _seam
+
+Run = Callable[..., object]
+FOLDER = Path(vllm_patches.__file__).parent
+FIELDS = ("Seam", "Process", "Kind", "Why", "Delta", "No seam", "Remove")
+FIELD = re.compile(rf"^\s*({'|'.join(FIELDS)}):\s+|(?<=\S)\s+(Kind):\s+", re.MULTILINE)
+
+
+def header(module: ModuleType) -> dict[str, str]:
+    parts = FIELD.split(ast.get_docstring(ast.parse(Path(module.__file__ or "").read_text())) or "")
+    assert parts[0] == "", "the header is the whole docstring"
+    found = [(a or b, " ".join(text.split())) for a, b, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True)]
+    assert [name for name, _ in found] == list(FIELDS)
+    return dict(found)
+
+
+def module_of(name: str) -> ModuleType:
+    import importlib
+
+    return importlib.import_module(f"vllm_patches.{name}")
+
+
+# -- what is written down -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", vllm_patches.MODULES)
+def test_every_patch_says_what_it_is(name: str) -> None:
+    module = module_of(name)
+    said = header(module)
+    assert said["Seam"] == module.SEAM.target
+    assert said["Kind"] == module.SEAM.kind
+    assert said["Process"] in {"api", "engine", "worker"}
+    assert all(said.values())
+
+
+def test_every_file_of_the_package_is_a_listed_patch() -> None:
+    files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "_seam"}
+    assert files == set(vllm_patches.MODULES)
+    assert len(set(vllm_patches.MODULES)) == len(vllm_patches.MODULES)
+
+
+def test_no_two_patches_share_a_target() -> None:
+    targets = [seam.target for seam in vllm_patches.seams()]
+    assert len(set(targets)) == len(targets)
+
+
+def test_pins_are_exactly_what_the_patches_stand_on() -> None:
+    assert set(vllm_patches.pins()) == {target for seam in vllm_patches.seams() for target in seam.pinned}
+    assert dict(vllm_patches.examine()) == dict.fromkeys(vllm_patches.pins(), "ok")
+
+
+def test_a_patch_pins_its_target_and_an_addition_pins_none() -> None:
+    for seam in vllm_patches.seams():
+        assert (seam.target in seam.pinned) == (seam.kind == "wrap")
+
+
+def test_a_digest_covers_decorators_and_body_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(text: str) -> str:
+        path = tmp_path / f"m{abs(hash(text))}.py"
+        path.write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return _seam.digest(f"{path.stem}:C.f")
+
+    plain = of("class C:\n    @dec\n    def f(self):\n        return 1\n")
+    assert of("import os\n\nclass C:\n    x = 1\n    @dec\n    def f(self):\n        return 1\n    y = 2\n") == plain
+    assert of("class C:\n    @other\n    def f(self):\n        return 1\n") != plain
+    assert of("class C:\n    @dec\n    def f(self):\n        return 2\n") != plain
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "vllm.no_such:f",
+        pytest.param(
+            "vllm.no_such.module:f",
+            marks=pytest.mark.xfail(strict=True, reason="a missing package escapes as ModuleNotFoundError"),
+        ),
+        "vllm.plugins:no_such",
+        "vllm.v1.core.block_pool:BlockPool.no_such",
+    ],
+)
+def test_a_target_that_is_gone_is_named(target: str) -> None:
+    with pytest.raises(_seam.SeamError, match="no_such"):
+        _seam.source_of(target)
+
+
+# -- installing ---------------------------------------------------------------------------------------------------------
+
+
+def test_importing_every_patch_changes_nothing(forked: Run) -> None:
+    forked(
+        """
+        import importlib, inspect
+        TARGETS = %r
+        def now(target):
+            module, _, path = target.partition(":")
+            owner = importlib.import_module(module)
+            *parents, name = path.split(".")
+            for parent in parents:
+                owner = getattr(owner, parent)
+            return inspect.getattr_static(owner, name, None)
+        before = {t: now(t) for t in TARGETS}
+        assert "vllm_patches" not in sys.modules
+        import vllm_patches
+        assert [s.target for s in vllm_patches.seams()] == TARGETS
+        assert all(now(t) is was for t, was in before.items())
+        assert "retire.engine.worker" not in sys.modules and "retire.engine.scheduler" not in sys.modules
+        """
+        % [seam.target for seam in vllm_patches.seams()],
+        prelude="import sys",
+    )
+
+
+def test_installation_is_complete_and_idempotent(forked: Run) -> None:
+    forked(
+        """
+        assert marked() == []
+        first = seal.install()
+        assert marked() == [s.target for s in SEAMS]
+        installed = {s.target: now(s.target) for s in SEAMS}
+        assert seal.install() is first is seal.require() is seal.current()
+        assert all(now(t) is value for t, value in installed.items())
+        assert first.vllm == "0.32.0" and first.runner == "v1" and len(first.pins) == 16
+        assert seal.of_worker(None) == first.as_dict()
+        """
+    )
+
+
+def test_a_wrap_keeps_name_and_original(forked: Run) -> None:
+    forked(
+        """
+        seal.install()
+        for seam in SEAMS:
+            if seam.kind == "wrap":
+                assert now(seam.target).__wrapped__ is BEFORE[seam.target], seam.target
+                assert now(seam.target).__qualname__ == BEFORE[seam.target].__qualname__
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "vllm.v1.core.block_pool:BlockPool.get_new_blocks",  # a target
+        "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",  # relied on by a wrap
+        "vllm.v1.engine.core:EngineCoreProc._invoke_utility_method",  # relied on by an addition
+    ],
+)
+def test_changed_source_is_refused_by_name(forked: Run, tmp_path: Path, target: str) -> None:
+    """A copy of the file, one line added to the function, stands where the module says its source is."""
+    forked(
+        """
+        from pathlib import Path
+        target, folder = %r, Path(%r)
+        module, name = target.partition(":")[0], target.rpartition(".")[2]
+        spec = importlib.import_module(module).__spec__
+        lines = Path(spec.origin).read_text().splitlines()
+        text = _seam.source_of(target).splitlines()
+        first = next(i for i in range(len(lines)) if lines[i : i + len(text)] == text)
+        _seam._parsed.cache_clear()
+        lines.insert(first + len(text), " " * (len(text[-1]) - len(text[-1].lstrip())) + "pass")
+        spec.origin = str(folder / "changed.py")
+        Path(spec.origin).write_text("\\n".join(lines))
+        message = refused()
+        assert target in message and "differs" in message, message
+        assert marked() == [] and same_as_before()
+        """
+        % (target, str(tmp_path))
+    )
+
+
+def test_another_version_of_vllm_is_refused(forked: Run) -> None:
+    forked(
+        """
+        import vllm
+        vllm.__version__ = "0.33.0"
+        message = refused()
+        assert "0.32.0" in message and "0.33.0" in message
+        assert marked() == [] and same_as_before()
+        """
+    )
+
+
+FOREIGN = {
+    "functools.wraps": """
+        @functools.wraps(original)
+        def foreign(*args, **kwargs):
+            return original(*args, **kwargs)
+        """,
+    "plain function": """
+        def foreign(*args, **kwargs):
+            return original(*args, **kwargs)
+        """,
+    "partial": "foreign = functools.partial(original)",
+}
+
+
+DECORATED = ("vllm.v1.worker.gpu_worker:Worker.execute_model", "vllm.v1.worker.gpu_worker:Worker.sample_tokens")
+WRAPS = [seam.target for seam in vllm_patches.seams() if seam.kind == "wrap"]
+DECORATOR_COUNT = pytest.mark.xfail(
+    strict=True, reason="a decorator that adds no layer of its own leaves room for a foreign one"
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "how"),
+    [
+        *(
+            pytest.param(target, "functools.wraps", marks=[DECORATOR_COUNT] if target in DECORATED else [])
+            for target in WRAPS
+        ),
+        *((target, how) for target in (WRAPS[0], DECORATED[0]) for how in ("plain function", "partial")),
+    ],
+)
+def test_a_foreign_wrapper_on_any_target_stops_the_whole_installation(forked: Run, target: str, how: str) -> None:
+    forked(
+        f"""
+        import functools
+        target = {target!r}
+        original = now(target)
+        vllm_patches.examine = lambda: iter(())  # the source on disk is as it was; spare the parsing
+        {FOREIGN[how].strip()}
+        put(target, foreign)
+        message = refused()
+        assert target in message, message
+        assert marked() == [] and same_as_before(but=(target,)) and now(target) is foreign
+        """
+    )
+
+
+@DECORATOR_COUNT
+def test_a_wrapper_around_what_a_decorator_of_upstream_covers_is_foreign_too(forked: Run) -> None:
+    """The decorated function re-wrapped: as many layers as upstream has, one of them somebody else's."""
+    forked(
+        """
+        import functools
+        target = "vllm.v1.worker.gpu_worker:Worker.execute_model"
+        inner = inspect.unwrap(now(target))
+        @functools.wraps(inner)
+        def foreign(*args, **kwargs):
+            return inner(*args, **kwargs)
+        put(target, foreign)
+        assert target in refused()
+        assert marked() == []
+        """
+    )
+
+
+def test_an_addition_that_exists_already_is_refused(forked: Run) -> None:
+    forked(
+        """
+        from vllm.v1.engine.core import EngineCore
+        EngineCore.retire_seal = lambda self: []
+        message = refused()
+        assert "EngineCore.retire_seal exists already" in message
+        del EngineCore.retire_seal
+        assert marked() == [] and same_as_before()
+        """
+    )
+
+
+@pytest.mark.parametrize("position", [0, 7, len(vllm_patches.MODULES) - 1])
+def test_a_failure_in_the_middle_undoes_what_stood_before_it(forked: Run, position: int) -> None:
+    forked(
+        f"""
+        from dataclasses import replace
+        broken = SEAMS[{position}]
+        def build(original):
+            assert marked() == [seam.target for seam in SEAMS[:{position}]]
+            raise KeyboardInterrupt("in the middle")
+        module = importlib.import_module("vllm_patches." + vllm_patches.MODULES[{position}])
+        module.SEAM = replace(broken, build=build)
+        try:
+            seal.install()
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError("installed")
+        assert marked() == [] and same_as_before() and seal.current() is None
+        module.SEAM = broken
+        seal.install()
+        assert marked() == [seam.target for seam in SEAMS]
+        """
+    )
+
+
+# -- the entry point ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plugins", [None, "", "other", "retired"])
+def test_installed_but_unnamed_is_inert(forked: Run, plugins: str | None) -> None:
+    forked(
+        f"""
+        import vllm.plugins
+        plugins = {plugins!r}
+        if plugins is not None:
+            os.environ["VLLM_PLUGINS"] = plugins
+        hook = sys.excepthook
+        vllm.plugins.plugins_loaded = False
+        vllm.plugins.load_general_plugins()
+        import retire.plugin
+        retire.plugin.general()
+        assert seal.current() is None and marked() == [] and same_as_before() and sys.excepthook is hook
+        try:
+            seal.require()
+        except SeamError:
+            pass
+        else:
+            raise AssertionError
+        """
+    )
+
+
+@pytest.mark.parametrize("plugins", ["retire", "other,retire"])
+def test_named_is_sealed_by_vllm_itself(forked: Run, plugins: str) -> None:
+    forked(
+        f"""
+        import vllm.plugins
+        os.environ["VLLM_PLUGINS"] = {plugins!r}
+        vllm.plugins.plugins_loaded = False
+        vllm.plugins.load_general_plugins()
+        assert seal.current() is not None and marked() == [s.target for s in SEAMS]
+        import retire.plugin
+        retire.plugin.general()
+        assert all(not hasattr(getattr(now(s.target), "__wrapped__", None), _seam.MARK) for s in SEAMS)
+        """
+    )
+
+
+def test_scheduler_and_worker_refuse_to_start_unsealed(forked: Run) -> None:
+    forked(
+        """
+        from retire.engine.scheduler import VersionedScheduler
+        from retire.engine.worker import guard
+        for start in (VersionedScheduler, guard):
+            try:
+                start()
+            except SeamError as error:
+                assert "without RETIRE's patches" in str(error)
+            else:
+                raise AssertionError(start)
+        """
+    )
+
+
+# -- retire doctor ------------------------------------------------------------------------------------------------------
+
+
+def doctor(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("retire")), "doctor"]
+    return subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def test_doctor_finds_this_installation_healthy(tmp_path: Path) -> None:
+    done = doctor(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(target in done.stdout for target in vllm_patches.pins())
+    assert "seal     would be granted" in done.stdout
+    assert "FAIL" not in done.stdout
+
+
+def test_doctor_names_the_pin_that_does_not_fit(tmp_path: Path) -> None:
+    copy = tmp_path / "path" / "vllm_patches"
+    shutil.copytree(FOLDER, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    target, digest = (
+        "vllm.v1.core.block_pool:BlockPool.touch",
+        vllm_patches.pins()["vllm.v1.core.block_pool:BlockPool.touch"],
+    )
+    pins = copy / "pins.toml"
+    pins.write_text(pins.read_text().replace(digest, digest[::-1]))
+    done = doctor(tmp_path, PYTHONPATH=str(copy.parent))
+    assert done.returncode == 1, done.stdout + done.stderr
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    assert len(failed) == 1
+    assert target in failed[0]
+    assert "seal     refused" in done.stdout
+
+
+# -- configurations -----------------------------------------------------------------------------------------------------
+
+
+def config(**changes: object) -> SimpleNamespace:
+    values: dict[str, object] = {
+        "parallel_config.tensor_parallel_size": 1,
+        "parallel_config.pipeline_parallel_size": 1,
+        "parallel_config.data_parallel_size": 1,
+        "parallel_config.enable_dbo": False,
+        "cache_config.enable_prefix_caching": True,
+        "model_config.is_hybrid": False,
+        "model_config.is_attention_free": False,
+        "kv_transfer_config": None,
+        "use_v2_model_runner": False,
+    }
+    made = SimpleNamespace(
+        parallel_config=SimpleNamespace(), cache_config=SimpleNamespace(), model_config=SimpleNamespace()
+    )
+    for path, value in {**values, **changes}.items():
+        owner, _, name = path.rpartition(".")
+        setattr(getattr(made, owner) if owner else made, name, value)
+    return made
+
+
+def test_a_plain_configuration_is_served() -> None:
+    from retire.engine.configuration import check, refusals
+
+    assert refusals(config(), api_processes=1) == []
+    check(config(), api_processes=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("parallel_config.tensor_parallel_size", 2, "tensor parallelism"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config.data_parallel_size", 2, "data parallelism"),
+        ("kv_transfer_config", object(), "KV connector"),
+        ("parallel_config.enable_dbo", True, "--enable-dbo"),
+        ("model_config.is_hybrid", True, "Mamba"),
+        ("model_config.is_attention_free", True, "Mamba"),
+        ("cache_config.enable_prefix_caching", False, "--no-enable-prefix-caching"),
+        ("use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER"),
+    ],
+)
+def test_each_configuration_without_guarantees_is_refused(field: str, value: object, words: str) -> None:
+    from retire.engine.configuration import check, refusals
+
+    found = refusals(config(**{field: value}), api_processes=1)
+    assert len(found) == 1
+    assert words in found[0]
+    with pytest.raises(_seam.SeamError, match="cannot serve this configuration") as caught:
+        check(config(**{field: value}), api_processes=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_several_api_processes_are_refused() -> None:
+    from retire.engine.configuration import refusals
+
+    assert ["--api-server-count" in reason for reason in refusals(config(), api_processes=2)] == [True]
+
+
+def test_everything_in_the_way_is_named_at_once() -> None:
+    from retire.engine.configuration import check
+
+    both = config(**{"parallel_config.tensor_parallel_size": 2, "kv_transfer_config": object()})
+    with pytest.raises(_seam.SeamError, match="tensor parallelism.*; .*KV connector"):
+        check(both, api_processes=1)
+
+
+def test_a_refused_start_ends_with_one_line(tmp_path: Path) -> None:
+    from retire import models
+
+    script = tmp_path / "start.py"
+    script.write_text(
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        "if __name__ == '__main__':\n"
+        f"    EngineArgs(model={models.resolve('tiny-llama')!r}, tensor_parallel_size=2).create_engine_config()\n"
+    )
+    env = {**os.environ, "VLLM_PLUGINS": "retire", "RETIRE_STATE_DIR": str(tmp_path / "state"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode != 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("retire: ")]
+    assert len(lines) == 1
+    assert "tensor parallelism" in lines[0]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "state").exists(), "a refused start leaves no state behind"

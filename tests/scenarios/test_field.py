@@ -1,0 +1,174 @@
+"""Faults from the field (SCENARIOS of the design), as inputs to the real server.  Numbers are theirs."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import httpx
+import pytest
+
+from harness.client import Streaming, probe_ms
+from tests.conftest import leftovers
+from tests.support import clean_run, completion, fresh_salt, prefill_s, record_of, said, supersede, text_ids
+
+
+def wait_until_empty(server):
+    """Blocks, pins and requests of every scope are back."""
+    deadline = time.monotonic() + 30
+    while any(v for k, v in leftovers(server).items() if k != "open_transitions"):
+        assert time.monotonic() < deadline, leftovers(server)
+        time.sleep(0.02)
+
+
+@pytest.mark.engine
+def test_1_a_request_behind_an_abandoned_scoped_prefill_waits_for_a_safe_point_not_for_a_step(server, scope):
+    """Nobody sends SUPERSEDE: the client just disconnects."""
+    ids = text_ids(server.url, 8000, seed=1)
+    whole_s = min(prefill_s(server.url, ids) for _ in range(2))
+    scoped, native = [], []
+    for attempt in range(6):
+        for waits, headers in ((native, {}), (scoped, {"X-Retire-Scope": f"{scope}-{attempt}"})):
+            stream = Streaming(server.url, completion(ids, cache_salt=fresh_salt()), headers)
+            time.sleep(whole_s * 0.55)
+            stream.leave()
+            waits.append(probe_ms(server.url, "tiny"))
+    assert sorted(scoped)[3] < sorted(native)[3], (scoped, native)
+
+
+@pytest.mark.engine
+def test_3_fence_latency_of_an_early_supersede_is_recorded_and_bounded_by_one_armed_interval(server, scope):
+    ids = text_ids(server.url, 8000, seed=3)
+    for attempt in range(12):
+        salt = fresh_salt()
+        found = supersede(
+            server.url,
+            f"{scope}-{attempt}",
+            completion([*ids, 1], cache_salt=salt),
+            completion([*ids, 2], cache_salt=salt),
+            after_s=0.1 + 0.01 * attempt,
+        )
+        if found.stopped:
+            receipt = found.record["receipts"][0]
+            # closed at the first safe point after the store; the interval that was running when it came is not in the
+            # longest one yet, so the step's longest, doubled, bounds it
+            assert receipt["obsolete_closed_ms"] <= 2 * receipt["longest_interval_ms"] + 5
+            assert found.record["stages"]["fence"] >= receipt["obsolete_closed_ms"]
+            return
+    pytest.fail("no step was stopped")
+
+
+@pytest.mark.engine
+def test_4_supersede_while_the_last_chunk_is_in_flight_publishes_no_old_token_and_returns_all_blocks(server, scope):
+    ids = text_ids(server.url, 6000, seed=4)
+    whole_s = min(prefill_s(server.url, ids) for _ in range(3))
+    for attempt in range(5):
+        salt = fresh_salt()
+        found = supersede(
+            server.url,
+            f"{scope}-{attempt}",
+            completion([*ids, 1], 200, cache_salt=salt),
+            completion([*ids[:3000], 2, 3], cache_salt=salt),
+            after_s=whole_s * (0.75 + 0.05 * attempt),
+        )
+        assert all(frame.at <= found.new.headers_at for frame in found.old.frames if frame.text)
+        assert found.record["inherited_tokens"] <= 3000
+    wait_until_empty(server)
+
+
+@pytest.mark.engine
+def test_5_structured_output_leaves_no_visible_text_outside_its_grammar(server, scope):
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
+    body = completion(
+        text_ids(server.url, 500, seed=5), 400, structured_outputs={"json": schema}, ignore_eos=False, cache_salt="s"
+    )
+    first = Streaming(server.url, body, {"X-Retire-Scope": scope})
+    first.wait_for_text(frames=10)
+    second = Streaming(server.url, body | {"max_tokens": 40}, {"X-Retire-Scope": scope, "X-Retire-Supersedes": "1"})
+    old, new = first.wait(), second.wait()
+    assert old.text.lstrip().startswith("{")
+    assert set(old.text) <= set('{}[]",:-0123456789.aeE+ \n\t\r'), old.text
+    assert new.status == 200
+    assert new.text.lstrip().startswith("{")
+
+
+@pytest.mark.engine
+def test_6_slots_of_superseded_decoding_requests_are_free_within_a_step(server, scope):
+    streams = [
+        Streaming(
+            server.url,
+            completion(text_ids(server.url, 64, seed=60 + n), 6000, cache_salt=fresh_salt()),
+            {"X-Retire-Scope": scope},
+        )
+        for n in range(12)
+    ]
+    for stream in streams:
+        stream.wait_for_text(frames=2)
+    answer = httpx.post(
+        f"{server.url}/supersede",
+        json={"scope": scope, "expected_epoch": 1, "contract": {"inherit": "none"}},
+        headers={"Prefer": "wait=fenced"},
+        timeout=60,
+    ).json()
+    assert answer["fenced"] is True
+    held = leftovers(server)
+    assert (held["scoped_requests"], held["pinned_blocks"]) == (0, 0)
+    for stream in streams:
+        reply = stream.wait()
+        assert reply.frames[-1].body["choices"][0]["finish_reason"] == "length"
+        assert reply.frames[-1].body["retire"]["superseded_by"] == 2
+
+
+@pytest.mark.engine
+def test_14_neighbours_that_share_the_prefix_of_a_stopped_step_say_what_a_clean_run_says(server, scope):
+    """Admitted before, in and after the step; all of the same tenant, none of the same scope."""
+    ids = text_ids(server.url, 6000, seed=14)
+    whole_s = min(prefill_s(server.url, ids) for _ in range(2))
+    for attempt in range(4):
+        salt = fresh_salt()
+        neighbours = []
+
+        def neighbour(length, salt=salt, into=neighbours):
+            body = completion([*ids[:length], 9], 8, cache_salt=salt)
+            into.append((length, Streaming(server.url, body)))
+
+        neighbour(2000)  # before
+        old = Streaming(server.url, completion(ids, cache_salt=salt), {"X-Retire-Scope": f"{scope}-{attempt}"})
+        time.sleep(whole_s * (0.3 + 0.15 * attempt))
+        neighbour(3000)  # in, or waiting for its end
+        new = Streaming(
+            server.url,
+            completion([*ids[:1000], 7], cache_salt=salt),
+            {"X-Retire-Scope": f"{scope}-{attempt}", "X-Retire-Supersedes": "1"},
+        )
+        neighbour(4000)  # after
+        old.wait()
+        record_of(server.url, new.wait().headers["location"])
+        for length, stream in neighbours:
+            says = stream.wait().text
+            # Which part was reused depends on the moment; the first tokens must be right whatever it was.
+            assert says.split()[:3] == clean_run(server.url, [*ids[:length], 9], 0, 8).split()[:3], length
+
+
+@pytest.mark.engine
+def test_15_same_prompt_of_the_same_tenant_is_reused(server, scope):
+    ids = text_ids(server.url, 4000, seed=15)
+    salt = fresh_salt()
+    said(server.url, completion(ids, 1, cache_salt=salt), **{"X-Retire-Scope": scope})
+
+    def hits():
+        lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+        return sum(float(s.rsplit(" ", 1)[1]) for s in lines if s.startswith("vllm:prefix_cache_hits_total"))
+
+    before = hits()
+    said(server.url, completion(ids, 1, cache_salt=salt), **{"X-Retire-Scope": f"{scope}-other"})
+    assert hits() - before >= 3968
+    said(server.url, completion(ids, 1, cache_salt=fresh_salt()), **{"X-Retire-Scope": f"{scope}-third"})
+    assert hits() - before < 2 * 3968, "another cache salt is another tenant's cache"
+
+
+@pytest.mark.engine
+def test_the_engine_is_alive_and_empty_after_all_of_this(server):
+    assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+    assert json.dumps(leftovers(server))
+    assert said(server.url, completion([1, 2, 3], 2))

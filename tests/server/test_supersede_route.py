@@ -1,0 +1,592 @@
+"""POST /supersede and the routes around it, over TCP."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from harness.client import Streaming
+from tests.server.wire import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    SUPERSEDE,
+    Raw,
+    at_epoch_1,
+    chat,
+    content,
+    endings,
+    endless,
+    epoch_of,
+    events,
+    eventually,
+    http,
+    long_prompt,
+    record,
+    refused,
+    scope_info,
+    scope_path,
+    supersede,
+    talking,
+    work_a_while,
+)
+
+pytestmark = pytest.mark.engine
+SOON = {"retain": {"ttl_s": 0.2}}  # pins that nobody will ask for
+
+
+# -- with and without a successor --------------------------------------------------------------------------------------
+
+
+def test_without_a_successor_the_answer_is_a_record_and_the_successor_comes_as_an_ordinary_request(server, scope):
+    with talking(server.url, scope) as old:
+        answer = supersede(server.url, scope, 1, reason="user_steering")
+        assert answer.status_code == 200
+        told = answer.json()
+        assert told == {
+            "id": told["id"],
+            "scope": scope,
+            "old_epoch": 1,
+            "new_epoch": 2,
+            "reason": "user_steering",
+            "accepted": True,
+        }
+        assert answer.headers["location"] == f"/transitions/{told['id']}"
+        assert (answer.headers["x-retire-scope"], answer.headers["x-retire-epoch"]) == (scope, "2")
+        (ending,) = endings(old.wait())
+    assert ending["retire"]["superseded_by"] == 2
+    assert ending["choices"][0]["finish_reason"] == "length"
+    successor = http.post(server.url + CHAT, json=chat(), headers={"X-Retire-Scope": scope, "X-Retire-Epoch": "2"})
+    assert successor.json()["retire"] == {"scope": scope, "epoch": 2}
+    assert record(server.url, answer.headers["location"])["reclaimed"]
+
+
+def test_with_a_successor_the_answer_is_its_openai_response(server, scope):
+    with talking(server.url, scope) as old:
+        answer = supersede(server.url, scope, 1, successor={"endpoint": CHAT, "body": chat()})
+        (ending,) = endings(old.wait())
+    assert answer.status_code == 200
+    assert answer.json()["object"] == "chat.completion"
+    assert answer.json()["retire"] == {"scope": scope, "epoch": 2}
+    assert answer.json()["choices"] == http.post(server.url + CHAT, json=chat()).json()["choices"]
+    assert (answer.headers["x-retire-scope"], answer.headers["x-retire-epoch"]) == (scope, "2")
+    assert ending["retire"]["superseded_by"] == 2
+    assert record(server.url, answer.headers["location"])["new_epoch"] == 2
+
+
+def test_a_streamed_successor_streams_under_the_new_epoch(server, scope):
+    at_epoch_1(server.url, scope)
+    answer = supersede(server.url, scope, 1, successor={"endpoint": CHAT, "body": chat(stream=True)})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *chunks, done = events(answer.content)
+    assert done == "[DONE]"
+    assert [chunk["retire"] for chunk in chunks] == [{"scope": scope, "epoch": 2}] * len(chunks)
+    assert content(chunks) == http.post(server.url + CHAT, json=chat()).json()["choices"][0]["message"]["content"]
+
+
+def test_the_successor_can_be_a_completion_and_chat_is_assumed(server, scope):
+    at_epoch_1(server.url, scope)
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "temperature": 0}
+    answer = supersede(server.url, scope, 1, successor={"endpoint": COMPLETIONS, "body": body})
+    assert answer.json()["object"] == "text_completion"
+    answer = supersede(server.url, scope, 2, successor={"body": chat(2)})
+    assert answer.json()["object"] == "chat.completion"
+    assert answer.json()["retire"]["epoch"] == 3
+
+
+def test_star_advances_whatever_is_current(server, scope):
+    at_epoch_1(server.url, scope)
+    for epoch in range(1, 4):
+        told = supersede(server.url, scope, "*").json()
+        assert (told["old_epoch"], told["new_epoch"]) == (epoch, epoch + 1)
+
+
+def test_a_superseded_predecessor_that_does_not_stream_gets_410(server, scope):
+    with ThreadPoolExecutor(1) as pool:
+        old = pool.submit(http.post, server.url + CHAT, json=endless(), headers={"X-Retire-Scope": scope})
+        eventually(lambda: epoch_of(server.url, scope) and scope_info(server.url, scope)["live_requests"], "it runs")
+        supersede(server.url, scope, 1, contract=SOON)
+        error = refused(old.result(), 410)
+    assert error["current_epoch"] == 2
+    assert "choices" not in old.result().text
+
+
+def test_a_stale_supersede_gets_409_with_the_current_epoch_and_changes_nothing(server, scope):
+    at_epoch_1(server.url, scope)
+    supersede(server.url, scope, 1)
+    for expected in (1, 3, 2**64 - 1):
+        answer = supersede(server.url, scope, expected, successor={"body": chat()})
+        assert refused(answer, 409)["current_epoch"] == 2
+        assert answer.headers["x-should-retry"] == "false"
+    assert epoch_of(server.url, scope) == 2
+
+
+def test_superseding_an_unknown_scope_by_star_is_404(server, scope):
+    refused(supersede(server.url, scope, "*"), 404)
+    refused(http.get(server.url + scope_path(scope)), 404)
+    refused(http.delete(server.url + scope_path(scope)), 404)
+    refused(http.post(server.url + scope_path(scope) + "/pause"), 404)
+    refused(http.post(server.url + scope_path(scope) + "/continue"), 404)
+    refused(http.get(server.url + "/transitions/nobody"), 404)
+    assert epoch_of(server.url, scope) is None
+
+
+def test_a_scope_whose_request_has_finished_can_be_superseded(server, scope):
+    done = http.post(server.url + CHAT, json=chat(4), headers={"X-Retire-Scope": scope}).json()
+    answer = supersede(server.url, scope, 1, successor={"body": chat()})
+    assert answer.json()["retire"]["epoch"] == 2
+    told = record(server.url, answer.headers["location"])
+    (published,) = told["published"]
+    chars = len(done["choices"][0]["message"]["content"])
+    assert published == {"epoch": 1, "choices": [{"index": 0, "tokens": 4, "chars": chars}]}
+
+
+# -- what overtakes what -----------------------------------------------------------------------------------------------
+
+
+def test_a_supersede_that_overtakes_its_predecessor_kills_it_on_arrival(server, scope):
+    answer = supersede(server.url, scope, 1, successor={"body": chat()})
+    assert answer.json()["retire"] == {"scope": scope, "epoch": 2}
+    late = http.post(server.url + CHAT, json=chat(), headers={"X-Retire-Scope": scope, "X-Retire-Epoch": "1"})
+    assert refused(late, 410)["current_epoch"] == 2
+    again = http.post(server.url + CHAT, json=chat(), headers={"X-Retire-Scope": scope, "X-Retire-Epoch": "2"})
+    assert again.status_code == 200
+
+
+def test_of_two_runtimes_that_supersede_the_same_epoch_one_wins(server, scope):
+    at_epoch_1(server.url, scope)
+    with ThreadPoolExecutor(2) as pool:
+        for epoch in range(1, 11):
+            start = threading.Barrier(2)
+
+            def race(epoch=epoch, start=start):
+                start.wait()
+                return supersede(server.url, scope, epoch)
+
+            answers = sorted([f.result() for f in [pool.submit(race), pool.submit(race)]], key=lambda a: a.status_code)
+            assert [answer.status_code for answer in answers] == [200, 409]
+            assert answers[0].json()["new_epoch"] == epoch + 1
+            assert refused(answers[1], 409)["current_epoch"] == epoch + 1
+            assert answers[1].headers["x-should-retry"] == "false"
+
+
+def test_a_request_superseded_while_it_is_queued_says_nothing_and_its_scope_is_usable_at_once(server, scope):
+    prompts = [long_prompt(seed) for seed in range(3)]
+    with ThreadPoolExecutor(len(prompts) + 1) as pool:
+        body = {"model": MODEL, "max_tokens": 1, "cache_salt": uuid.uuid4().hex}
+        busy = [pool.submit(http.post, server.url + COMPLETIONS, json={**body, "prompt": ids}) for ids in prompts]
+        queued = pool.submit(http.post, server.url + CHAT, json=endless(), headers={"X-Retire-Scope": scope})
+        eventually(lambda: epoch_of(server.url, scope), "it was admitted")
+        answer = supersede(server.url, scope, 1, successor={"body": chat()})
+        assert answer.json()["retire"]["epoch"] == 2
+        refused(queued.result(), 410)
+        assert all(future.result().status_code == 200 for future in busy)
+    assert record(server.url, answer.headers["location"])["published"][0]["choices"] == [
+        {"index": 0, "tokens": 0, "chars": 0}
+    ]
+
+
+def test_a_scope_reused_at_once_a_hundred_times_answers_in_every_newest_version(server, scope):
+    with ExitStack() as open_streams:
+        streams = []
+        for epoch in range(1, 102):
+            streams.append(open_streams.enter_context(Raw(server.url)))
+            supersedes = [f"X-Retire-Supersedes: {epoch - 1}"] if epoch > 1 else []
+            body = {**(endless() if epoch < 101 else chat(8)), "stream": True}
+            streams[-1].request("POST", CHAT, body, [f"X-Retire-Scope: {scope}", *supersedes])
+            streams[-1].wait_for(b'"content":" ')  # it answers, while its predecessor is still being cleaned up
+        bodies = [stream.response() for stream in streams]
+    for epoch, (status, headers, body) in enumerate(bodies, start=1):
+        *chunks, done = events(body)
+        assert (status, headers["x-retire-epoch"], done) == (200, str(epoch), "[DONE]")
+        assert {chunk["retire"]["epoch"] for chunk in chunks} == {epoch}
+        if epoch < 101:
+            assert chunks[-1]["retire"]["superseded_by"] == epoch + 1
+            assert chunks[-1]["retire"]["published"]["chars"] == len(content(chunks))
+    assert content(chunks) == http.post(server.url + CHAT, json=chat(8)).json()["choices"][0]["message"]["content"]
+    assert epoch_of(server.url, scope) == 101
+
+
+def test_a_second_supersede_before_the_first_successor_has_spoken_wins(server, scope):
+    with talking(server.url, scope) as old:
+        prompt = {"model": MODEL, "prompt": long_prompt(17), "max_tokens": 5, "temperature": 0}
+        with ThreadPoolExecutor(1) as pool:
+            successor = {"endpoint": COMPLETIONS, "body": prompt}
+            second = pool.submit(supersede, server.url, scope, 1, successor=successor)
+            eventually(lambda: epoch_of(server.url, scope) == 2, "the first supersede was taken")
+            third = supersede(server.url, scope, 2, successor={"body": chat()})
+            answer = second.result()
+            refused(answer, 410, "advanced")
+            assert answer.headers["x-retire-epoch"] in ("2", "3")
+        assert third.json()["retire"]["epoch"] == 3
+        (ending,) = endings(old.wait())
+    assert ending["retire"]["superseded_by"] == 2
+
+
+# -- contracts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_contract_is_told_back_in_the_record(server, scope):
+    at_epoch_1(server.url, scope)
+    contract = {
+        "inherit": "certified",
+        "equivalence": "mode_matched",
+        "keep_prefix": 6000,
+        "deadline_ms": 2000,
+        "retain": {"tier": "hbm", "ttl_s": 2.5},
+    }
+    answer = supersede(server.url, scope, 1, contract=contract, successor={"body": chat(1)})
+    assert record(server.url, answer.headers["location"])["contract"] == contract
+
+
+def test_the_same_contract_can_come_in_a_header(server, scope):
+    at_epoch_1(server.url, scope)
+    headers = {"X-Retire-Scope": scope, "X-Retire-Supersedes": "1", "X-Retire-Contract": '{"keep_prefix": 7}'}
+    answer = http.post(server.url + CHAT, json=chat(1), headers=headers)
+    assert record(server.url, answer.headers["location"])["contract"]["keep_prefix"] == 7
+
+
+def test_inherit_none_starts_a_successor_cold_and_says_why(server, scope):
+    text = "\n".join(map(str, long_prompt(23, 400)))
+    with talking(server.url, scope, endless(text)):
+        answer = supersede(server.url, scope, 1, contract={"inherit": "none"}, successor={"body": chat(4, text)})
+    told = record(server.url, answer.headers["location"])
+    assert (told["outcome"], told["refusal"], told["inherited_tokens"]) == ("cold", "not_wanted", 0)
+    assert told["certificate"] is None
+    assert answer.json()["choices"] == http.post(server.url + CHAT, json=chat(4, text)).json()["choices"]
+
+
+@pytest.mark.parametrize("contract", [{}, {"keep_prefix": 300}])
+def test_a_certified_successor_inherits_and_says_the_same(server, scope, contract):
+    text = "\n".join(map(str, long_prompt(29 + len(contract), 400)))
+    with talking(server.url, scope, endless(text)):
+        answer = supersede(server.url, scope, 1, contract=contract, successor={"body": chat(4, text)})
+    told = record(server.url, answer.headers["location"])
+    assert (told["outcome"], told["refusal"]) == ("inherited", None)
+    assert told["inherited_tokens"] == told["certificate"]["tokens"] > 300
+    assert told["adopted_blocks"] == told["certificate"]["blocks"]
+    assert answer.json()["choices"] == http.post(server.url + CHAT, json=chat(4, text)).json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("contract", "param"),
+    [
+        ({"equivalence": "exact"}, "contract.equivalence"),
+        ({"retain": {"tier": "dram"}}, "contract.retain.tier"),
+        ({"retain": {"ttl_s": 1e9}}, "contract.retain.ttl_s"),
+    ],
+)
+def test_a_contract_that_this_server_cannot_honour_is_422_and_changes_nothing(server, scope, contract, param):
+    at_epoch_1(server.url, scope)
+    assert refused(supersede(server.url, scope, 1, contract=contract), 422)["param"] == param
+    assert epoch_of(server.url, scope) == 1
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def test_prefer_wait_fenced_answers_when_no_obsolete_row_is_computed_any_more(server, scope):
+    with talking(server.url, scope):
+        answer = supersede(server.url, scope, 1, headers={"Prefer": "wait=fenced"}, contract=SOON)
+    told = answer.json()
+    assert told["fenced"] is True
+    assert told["fence_ms"] >= 0
+    assert answer.headers["preference-applied"] == "wait=fenced"
+    found = http.get(server.url + answer.headers["location"]).json()
+    assert found["fenced"]
+    assert found["stages"]["fence"] == told["fence_ms"]
+
+
+def test_a_record_tells_what_was_published_and_accepted_fenced_reclaimed_are_separate_facts(server, scope):
+    with talking(server.url, scope) as old:
+        location = supersede(server.url, scope, 1).headers["location"]
+        reply = old.wait()
+    waiting = record(server.url, location, until="fenced")
+    assert waiting["accepted"]
+    assert not waiting["reclaimed"], "its blocks wait for a successor"
+    assert waiting["outcome"] is None
+    http.post(server.url + CHAT, json=chat(2), headers={"X-Retire-Scope": scope})
+    told = record(server.url, location)
+    assert set(told) == {
+        "id", "scope", "old_epoch", "new_epoch", "reason", "contract", "accepted", "fenced", "reclaimed", "outcome",
+        "stages", "receipts", "certificate", "refusal", "adopted_blocks", "inherited_tokens", "published",
+    }  # fmt: skip
+    (ending,) = endings(reply)
+    (published,) = told["published"]
+    assert published["epoch"] == 1
+    assert published["choices"] == [{"index": 0, **ending["retire"]["published"]}]
+    assert published["choices"][0]["chars"] == len(reply.text)
+    times = [told["stages"][stage] for stage in ("advance", "fence", "align", "reclaim")]
+    assert times == sorted(times)
+    assert {receipt["request"] for receipt in told["receipts"]}
+    assert all(receipt["obsolete_closed_ms"] >= 0 for receipt in told["receipts"])
+
+
+def test_a_transition_that_no_successor_follows_is_reclaimed_when_its_pins_expire(server, scope):
+    with talking(server.url, scope):
+        location = supersede(server.url, scope, 1, contract=SOON).headers["location"]
+    told = record(server.url, location)
+    assert told["outcome"] == "cold"
+    assert told["refusal"] == "expired"
+    later = http.post(server.url + CHAT, json=chat(), headers={"X-Retire-Scope": scope})
+    assert later.json()["retire"]["epoch"] == 2
+
+
+def test_scopes_are_listed_with_what_runs_in_them(server, scope):
+    with talking(server.url, scope):
+        (found,) = [s for s in http.get(server.url + "/scopes").json()["scopes"] if s["scope"] == scope]
+        assert found == scope_info(server.url, scope)
+        assert found == {
+            "scope": scope,
+            "epoch": 1,
+            "paused": False,
+            "cancelled": False,
+            "live_requests": 1,
+            "transition": None,
+        }
+        told = supersede(server.url, scope, 1, contract=SOON).json()
+        assert scope_info(server.url, scope)["transition"] == told["id"]
+    eventually(lambda: scope_info(server.url, scope)["live_requests"] == 0, "nothing runs any more")
+
+
+# -- cancellation ------------------------------------------------------------------------------------------------------
+
+
+def test_cancellation_is_terminal_until_a_higher_epoch_revives_the_scope(server, scope):
+    with talking(server.url, scope) as old:
+        answer = http.delete(server.url + scope_path(scope))
+        assert answer.json()["cancelled"]
+        assert answer.json()["epoch"] == 1
+        (ending,) = endings(old.wait())
+    assert ending["retire"]["cancelled"] is True
+    assert ending["choices"][0]["finish_reason"] == "length"
+    assert ending["retire"]["published"]["chars"] == len(old.reply.text)
+
+    def join(**headers):
+        return http.post(server.url + CHAT, json=chat(), headers={"X-Retire-Scope": scope, **headers})
+
+    refused(join(), 410)
+    refused(join(**{"X-Retire-Epoch": "1"}), 410)
+    refused(supersede(server.url, scope, 1), 410)
+    refused(supersede(server.url, scope, "*", successor={"body": chat()}), 410)
+    refused(http.post(server.url + scope_path(scope) + "/pause"), 410)
+    assert http.delete(server.url + scope_path(scope)).json()["cancelled"]
+    assert scope_info(server.url, scope)["epoch"] == 1
+    assert join(**{"X-Retire-Epoch": "7"}).json()["retire"] == {"scope": scope, "epoch": 7}
+    assert scope_info(server.url, scope) == {
+        "scope": scope, "epoch": 7, "paused": False, "cancelled": False, "live_requests": 0, "transition": None,
+    }  # fmt: skip
+    assert supersede(server.url, scope, 7, successor={"body": chat()}).json()["retire"]["epoch"] == 8
+
+
+def test_a_request_that_does_not_stream_gets_410_when_its_scope_is_cancelled(server, scope):
+    with ThreadPoolExecutor(1) as pool:
+        old = pool.submit(http.post, server.url + CHAT, json=endless(), headers={"X-Retire-Scope": scope})
+        eventually(lambda: epoch_of(server.url, scope) and scope_info(server.url, scope)["live_requests"], "it runs")
+        http.delete(server.url + scope_path(scope))
+        refused(old.result(), 410)
+
+
+def test_a_revived_scope_may_carry_the_highest_epoch_and_is_then_exhausted(server, scope):
+    at_epoch_1(server.url, scope)
+    http.delete(server.url + scope_path(scope))
+    top = 2**64 - 1
+    answer = http.post(server.url + CHAT, json=chat(), headers={"X-Retire-Scope": scope, "X-Retire-Epoch": str(top)})
+    assert answer.json()["retire"]["epoch"] == top
+    assert refused(supersede(server.url, scope, top), 409)["current_epoch"] == top
+    assert epoch_of(server.url, scope) == top
+
+
+# -- pause and continue ------------------------------------------------------------------------------------------------
+
+
+def pause(server, scope, word="pause"):
+    """Pause or continue the scope."""
+    answer = http.post(f"{server.url}{scope_path(scope)}/{word}")
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def stand_still(server, stream):
+    """Wait for what was in flight when the pause came; then say how much has come."""
+    http.get(server.url + "/retire/status")  # answered by the engine between two steps
+    work_a_while(server.url, 10)
+    return len(stream.reply.frames)
+
+
+def test_a_paused_scope_publishes_nothing_and_keeps_its_authority_until_it_continues(server, scope):
+    body = chat(150)
+    expected = http.post(server.url + CHAT, json=body).json()["choices"][0]["message"]["content"]
+    with talking(server.url, scope, body) as stream:
+        told = pause(server, scope)
+        assert (told["paused"], told["epoch"], told["live_requests"]) == (True, 1, 1)
+        before = stand_still(server, stream)
+        work_a_while(server.url, 60)
+        assert len(stream.reply.frames) == before, "sixty steps for others, none for the paused scope"
+        assert not stream.reply.done_at
+        assert pause(server, scope, "continue")["paused"] is False
+        reply = stream.wait()
+    assert reply.text == expected
+    assert {frame.epoch for frame in reply.frames} == {1}
+
+
+def cpu_s(pids):
+    """Seconds of CPU that the processes have used."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(f[11]) + int(f[12]) for f in fields) / os.sysconf("SC_CLK_TCK")
+
+
+def test_the_engine_idles_while_all_it_has_is_paused(server, scope):
+    def used(seconds):
+        before = cpu_s(server.children())
+        time.sleep(seconds)
+        return cpu_s(server.children()) - before
+
+    with talking(server.url, scope):
+        working = used(1)
+        pause(server, scope)
+        eventually(lambda: used(1) < 0.1 * working, "the engine has come to rest")
+
+
+def test_a_new_request_of_a_paused_scope_waits_with_it(server, scope):
+    at_epoch_1(server.url, scope)
+    pause(server, scope)
+    stream = Streaming(server.url, chat(), {"X-Retire-Scope": scope})
+    eventually(lambda: scope_info(server.url, scope)["live_requests"], "it has arrived")
+    work_a_while(server.url)
+    assert not [frame for frame in stream.reply.frames if frame.text]
+    pause(server, scope, "continue")
+    assert stream.wait().text == http.post(server.url + CHAT, json=chat()).json()["choices"][0]["message"]["content"]
+
+
+def test_superseding_a_paused_scope_ends_the_old_version_at_once_and_the_successor_waits_for_continue(server, scope):
+    with talking(server.url, scope) as old:
+        pause(server, scope)
+        new = Streaming(server.url, chat(), {"X-Retire-Scope": scope, "X-Retire-Supersedes": "1"})
+        (ending,) = endings(old.wait())
+        assert ending["retire"]["superseded_by"] == 2
+    eventually(lambda: scope_info(server.url, scope)["live_requests"] == 1, "the successor is here")
+    told = scope_info(server.url, scope)
+    assert (told["paused"], told["epoch"]) == (True, 2)
+    assert record(server.url, f"/transitions/{told['transition']}", until="fenced")
+    work_a_while(server.url)
+    assert not [frame for frame in new.reply.frames if frame.text]
+    pause(server, scope, "continue")
+    assert new.wait().text == http.post(server.url + CHAT, json=chat()).json()["choices"][0]["message"]["content"]
+
+
+def test_a_paused_scope_can_be_cancelled(server, scope):
+    with talking(server.url, scope) as old:
+        pause(server, scope)
+        assert http.delete(server.url + scope_path(scope)).json()["cancelled"]
+        (ending,) = endings(old.wait())
+    assert ending["retire"]["cancelled"] is True
+
+
+def test_the_client_of_a_paused_request_may_leave(server, scope):
+    with talking(server.url, scope):
+        pause(server, scope)
+    eventually(lambda: scope_info(server.url, scope)["live_requests"] == 0, "the server has noticed")
+
+
+# -- idempotency -------------------------------------------------------------------------------------------------------
+
+
+def test_one_key_is_one_transition_and_three_equal_answers(server, scope):
+    at_epoch_1(server.url, scope)
+    key = {"Idempotency-Key": uuid.uuid4().hex}
+    start = threading.Barrier(2)
+
+    def send():
+        start.wait()
+        return supersede(server.url, scope, 1, key, reason="tool_result")
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = [future.result() for future in [pool.submit(send), pool.submit(send)]]
+    http.post(server.url + CHAT, json=chat(1), headers={"X-Retire-Scope": scope})
+    record(server.url, answers[0].headers["location"])
+    answers.append(supersede(server.url, scope, 1, key, reason="tool_result"))
+    assert [answer.status_code for answer in answers] == [200, 200, 200]
+    assert answers[0].json() == answers[1].json() == answers[2].json()
+    assert len({answer.headers["location"] for answer in answers}) == 1
+    assert epoch_of(server.url, scope) == 2
+
+
+def test_one_key_with_another_body_is_422_and_changes_nothing(server, scope):
+    at_epoch_1(server.url, scope)
+    key = {"Idempotency-Key": uuid.uuid4().hex}
+    supersede(server.url, scope, 1, key)
+    assert refused(supersede(server.url, scope, 2, key), 422)["param"] == "Idempotency-Key"
+    assert refused(supersede(server.url, f"{scope}-other", "*", key), 422)
+    assert epoch_of(server.url, scope) == 2
+
+
+def test_star_with_a_key_advances_once(server, scope):
+    at_epoch_1(server.url, scope)
+    key = {"Idempotency-Key": uuid.uuid4().hex}
+    assert supersede(server.url, scope, "*", key).json() == supersede(server.url, scope, "*", key).json()
+    assert epoch_of(server.url, scope) == 2
+
+
+def test_a_replay_gives_the_record_and_never_frames(server, scope):
+    at_epoch_1(server.url, scope)
+    key = {"Idempotency-Key": uuid.uuid4().hex}
+    first = supersede(server.url, scope, 1, key, successor={"body": chat(stream=True)})
+    assert first.headers["content-type"].startswith("text/event-stream")
+    replay = supersede(server.url, scope, 1, key, successor={"body": chat(stream=True)})
+    assert replay.json()["new_epoch"] == 2
+    assert replay.headers["location"] == first.headers["location"]
+    assert "choices" not in replay.text
+
+
+def test_a_key_whose_supersede_was_refused_can_be_used_again(server, scope):
+    at_epoch_1(server.url, scope)
+    key = {"Idempotency-Key": uuid.uuid4().hex}
+    refused(supersede(server.url, scope, 2, key), 409)
+    supersede(server.url, scope, 1)
+    assert supersede(server.url, scope, 2, key).json()["new_epoch"] == 3
+    assert supersede(server.url, scope, 2, key).json()["new_epoch"] == 3
+
+
+# -- documentation -----------------------------------------------------------------------------------------------------
+
+
+def test_openapi_describes_the_routes_with_examples(server):
+    paths = http.get(server.url + "/openapi.json").json()["paths"]
+    ours = {
+        SUPERSEDE: ["post"],
+        "/scopes": ["get"],
+        "/scopes/{scope}": ["get", "delete"],
+        "/scopes/{scope}/pause": ["post"],
+        "/scopes/{scope}/continue": ["post"],
+        "/transitions/{transition}": ["get"],
+        "/retire/status": ["get"],
+    }
+    for path, methods in ours.items():
+        for method in methods:
+            assert paths[path][method]["description"], f"{method} {path}"
+    documented = http.get(server.url + "/openapi.json").json()["components"]["schemas"]["SupersedeBody"]
+    assert len(documented["examples"]) >= 2
+    for example in documented["examples"]:
+        assert {"scope", "expected_epoch"} <= set(example)
+    assert {"400", "404", "409", "410", "422", "429", "503"} <= set(paths[SUPERSEDE]["post"]["responses"])
+
+
+def test_the_documented_examples_are_accepted(server, scope):
+    documented = http.get(server.url + "/openapi.json").json()["components"]["schemas"]["SupersedeBody"]
+    for example in documented["examples"]:
+        at = f"{scope}-{documented['examples'].index(example)}"
+        at_epoch_1(server.url, at)
+        body = {**example, "scope": at, "expected_epoch": 1}
+        if "successor" in body:
+            body["successor"] = {**body["successor"], "body": {**body["successor"]["body"], "model": MODEL}}
+            body["successor"]["body"]["max_tokens"] = 1
+        answer = http.post(server.url + SUPERSEDE, json=body)
+        assert answer.status_code == 200, answer.text

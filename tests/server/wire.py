@@ -1,0 +1,233 @@
+"""Props of the server tests: bodies, one shared HTTP client, a raw socket that reads as slowly as it is told to."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import json
+import socket
+import termios
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+from urllib.parse import quote, urlsplit
+
+import httpx
+
+from harness.client import Reply, Streaming
+
+PATIENCE_S = 120.0
+MODEL = "tiny"
+http = httpx.Client(timeout=PATIENCE_S)
+
+CHAT, COMPLETIONS, SUPERSEDE = "/v1/chat/completions", "/v1/completions", "/supersede"
+
+
+def chat(tokens: int = 5, text: str = "hello", **more: Any) -> dict[str, Any]:
+    """A greedy chat completion of exactly `tokens` tokens."""
+    messages = [{"role": "user", "content": text}]
+    return {
+        "model": MODEL, "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more
+    }  # fmt: skip
+
+
+def endless(text: str = "hello", **more: Any) -> dict[str, Any]:
+    """A chat completion that goes on until somebody ends it."""
+    return chat(7000, text, **more)
+
+
+def long_prompt(seed: int, tokens: int = 7000) -> list[int]:
+    """Token ids that nobody has prefilled yet."""
+    return [1000 + (seed * 7919 + n * n * 31 + n) % 40_000 for n in range(tokens)]
+
+
+def supersede(
+    url: str, scope: str, expected: Any, headers: Mapping[str, str] | None = None, **more: Any
+) -> httpx.Response:
+    """POST /supersede."""
+    body = {"scope": scope, "expected_epoch": expected, **more}
+    return http.post(url + SUPERSEDE, json=body, headers=headers)
+
+
+def scope_path(scope: str) -> str:
+    """Where a scope is found."""
+    return "/scopes/" + quote(scope, safe="")
+
+
+def scope_info(url: str, scope: str) -> dict[str, Any]:
+    """What the server knows of the scope."""
+    answer = http.get(url + scope_path(scope))
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def epoch_of(url: str, scope: str) -> int | None:
+    """The current epoch, None for an unknown scope."""
+    answer = http.get(url + scope_path(scope))
+    return answer.json()["epoch"] if answer.status_code == 200 else None
+
+
+def at_epoch_1(url: str, scope: str) -> None:
+    """Make the scope known."""
+    answer = http.post(url + CHAT, json=chat(1), headers={"X-Retire-Scope": scope})
+    assert answer.headers["x-retire-epoch"] == "1", answer.text
+
+
+def record(url: str, location: str, until: str = "reclaimed") -> dict[str, Any]:
+    """The transition's record, once `until` holds."""
+
+    def look() -> dict[str, Any] | None:
+        found: dict[str, Any] = http.get(url + location).json()
+        return found if found[until] else None
+
+    return eventually(look, f"{location} is {until}")
+
+
+def eventually(look: Callable[[], Any], claim: str) -> Any:
+    """What `look` gives once that is true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"never came true: {claim}"
+        time.sleep(0.02)
+    return found
+
+
+def work_a_while(url: str, tokens: int = 30) -> None:
+    """Let the engine take at least so many steps for somebody else."""
+    http.post(f"{url}{CHAT}", json=chat(tokens, "an unrelated request")).raise_for_status()
+
+
+def refused(answer: httpx.Response, status: int, authority: str = "unchanged") -> dict[str, Any]:
+    """The error of an answer, which has vLLM's shape and tells about authority."""
+    assert answer.status_code == status, f"{answer.status_code} {answer.text[:300]}"
+    body = answer.json()
+    error: dict[str, Any] = body["error"]
+    assert set(error) >= {"message", "type", "param", "code"}, body
+    assert error["code"] == status, body
+    assert isinstance(error["message"], str), body
+    assert error["message"], body
+    assert body.get("authority") == authority, body
+    return error
+
+
+@contextmanager
+def talking(url: str, scope: str, body: Mapping[str, Any] | None = None, **headers: str) -> Iterator[Streaming]:
+    """A stream of the scope that has said something; it is left at the end if nobody has ended it."""
+    stream = Streaming(url, body or endless(), {"X-Retire-Scope": scope, **headers})
+    try:
+        stream.wait_for_text()
+        yield stream
+    finally:
+        stream.leave()
+
+
+def endings(reply: Reply) -> list[dict[str, Any]]:
+    """The chunks that ended a superseded or cancelled stream."""
+    return [frame.body for frame in reply.frames if "published" in (frame.body.get("retire") or {})]
+
+
+class Raw:
+    """A connection on which every byte is ours.  `receive_buffer` bounds what this side's kernel takes unread."""
+
+    def __init__(self, url: str, receive_buffer: int | None = None) -> None:
+        address = urlsplit(url)
+        self.socket = socket.socket()
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(PATIENCE_S)
+        self.socket.connect((address.hostname, address.port))
+        self.received = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        """Send."""
+        self.socket.sendall(data)
+
+    def request(self, method: str, path: str, body: Any = None, headers: Sequence[str | bytes] = ()) -> None:
+        """Send one request; `body` goes as JSON unless it is bytes."""
+        self.send(spelled(method, path, body, headers))
+
+    def pull(self, size: int = 65_536) -> bytes:
+        """Read what is there; empty at the end of the connection."""
+        data = self.socket.recv(size)
+        self.received += data
+        return data
+
+    def read_until(self, mark: bytes) -> bytes:
+        """Read until `mark` has come; gives what stands before it, and keeps what follows."""
+        self.wait_for(mark)
+        before, _, self.received = self.received.partition(mark)
+        return before
+
+    def wait_for(self, mark: bytes) -> None:
+        """Read until `mark` has come; nothing is taken away."""
+        while mark not in self.received:
+            assert self.pull(), f"the connection ended without {mark!r}: {self.received[-300:]!r}"
+
+    def read_to_end(self) -> bytes:
+        """Everything until the server closes."""
+        while self.pull():
+            pass
+        return self.received
+
+    def response(self) -> tuple[int, dict[str, str], bytes]:
+        """One response: status, headers, body."""
+        status_line, *lines = self.read_until(b"\r\n\r\n").decode("utf-8").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if headers.get("transfer-encoding") == "chunked":
+            body = b""
+            while size := int(self.read_until(b"\r\n"), 16):
+                body += self._exactly(size)
+                self.read_until(b"\r\n")
+            self.read_until(b"\r\n")
+        else:
+            body = self._exactly(int(headers.get("content-length", "0")))
+        return int(status_line.split()[1]), headers, body
+
+    def unread_in_kernel(self) -> int:
+        """Bytes that this side's kernel has taken."""
+        count = array.array("i", [0])
+        fcntl.ioctl(self.socket, termios.FIONREAD, count)
+        return count[0]
+
+    def _exactly(self, size: int) -> bytes:
+        while len(self.received) < size:
+            assert self.pull(), "the connection ended inside a body"
+        body, self.received = self.received[:size], self.received[size:]
+        return body
+
+
+def spelled(method: str, path: str, body: Any = None, headers: Sequence[str | bytes] = ()) -> bytes:
+    """A request as bytes."""
+    payload = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [
+        f"{method} {path} HTTP/1.1".encode(),
+        b"host: test",
+        b"content-type: application/json",
+        f"content-length: {len(payload)}".encode(),
+        *(line if isinstance(line, bytes) else line.encode() for line in headers),
+    ]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + payload
+
+
+def events(body: bytes) -> list[Any]:
+    """The server-sent events of a body: parsed JSON, or the text of anything else."""
+    found = [event.removeprefix(b"data: ") for event in body.split(b"\n\n") if event]
+    return [json.loads(event) if event[:1] == b"{" else event.decode() for event in found]
+
+
+def content(chunks: list[Any]) -> str:
+    """The text of chat chunks."""
+    return "".join(
+        (choice.get("delta") or {}).get("content") or ""
+        for chunk in chunks
+        if isinstance(chunk, dict)
+        for choice in chunk.get("choices", [])
+    )
