@@ -15,7 +15,7 @@ from retire import seal
 from retire.authority import home
 from retire.core.errors import SeamError
 from retire.server.gate import Gate
-from retire.server.routes import router
+from retire.server.routes import document_headers, router
 from retire.server.service import Service
 from retire.server.tenants import Tenants
 from retire.settings import PLUGIN_NAME, Settings
@@ -36,6 +36,7 @@ class RetireEndpoint:
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and put the gate around everything, the middleware that is added later included."""
         app.include_router(router)
+        document_headers(app)
         inner_build = app.build_middleware_stack
 
         def build_with_gate() -> ASGIApp:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Request
+from fastapi import APIRouter, FastAPI, Header, Path, Request
 from fastapi.responses import JSONResponse
 
 from retire import seal
@@ -19,6 +19,46 @@ from retire.server.service import Service
 
 router = APIRouter(tags=["retire"])
 ScopePath = Annotated[str, Path(description="a scope of the caller's tenant", examples=["plan-7"])]
+
+
+SCOPED_ROUTES = ("/v1/chat/completions", "/v1/completions")
+SCOPE_HEADERS = {
+    "X-Retire-Scope": ("the request joins this scope", "plan-7"),
+    "X-Retire-Epoch": ("under this epoch; without it, under the current one", 3),
+    "X-Retire-Supersedes": ('revoke this epoch ("*": the current one) and be the successor', 3),
+    "X-Retire-Contract": (
+        "the contract of POST /supersede, as JSON; with X-Retire-Supersedes",
+        '{"keep_prefix": 6000}',
+    ),
+    "X-Retire-Reason": ("why; with X-Retire-Supersedes", "user_steering"),
+    "Idempotency-Key": ("same key: the same transition, answered with its record; with X-Retire-Supersedes", "k-1"),
+}
+
+
+def document_headers(app: FastAPI) -> None:
+    """Show in OpenAPI which headers scope an ordinary request."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = generate()
+        for path in SCOPED_ROUTES:
+            operation = schema.get("paths", {}).get(path, {}).get("post")
+            if operation is not None and not any(
+                p["name"] == "X-Retire-Scope" for p in operation.get("parameters", [])
+            ):
+                operation.setdefault("parameters", []).extend(
+                    {
+                        "name": name,
+                        "in": "header",
+                        "description": text,
+                        "example": example,
+                        "schema": {"type": "string"},
+                    }
+                    for name, (text, example) in SCOPE_HEADERS.items()
+                )
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _service(request: Request) -> Service:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.core.block_pool import BlockPool
@@ -354,13 +354,24 @@ class World:
         for blocks, count in zip(held, counts, strict=True):
             new = self.pool.get_new_blocks(count)
             self.retire.ownership.allocated(new)
-            busy = {b.block_id for step in self.steps for *_, table in step.writes for group in table for b in group}
-            assert not busy & {block.block_id for block in new}, "invariant 5: an old writer may still write it"
+            busy = self._being_written() & {block.block_id for block in new}
+            assert not busy, "invariant 5: an old writer may still write it"
             for block in new:
                 for offset in range(2 * BLOCK):
                     self.content.pop((block.block_id, offset), None)
             blocks.extend(new)
         return True
+
+    def _being_written(self) -> set[int]:
+        """By scoped rows; an aborted request without a scope is freed while its step runs, as upstream does."""
+        return {
+            block.block_id
+            for step in self.steps
+            for request, start, end, table in step.writes
+            if request.request_id in self.tags
+            for group, blocks in zip(self.groups, table, strict=True)
+            for block in blocks[start // group.block_tokens : -(-end // group.block_tokens)]
+        }
 
     def _cached(self, request: FakeRequest) -> tuple[int, tuple[list[Any], ...]]:
         """The prefix cache: the longest run of published blocks, common to all groups."""
@@ -1186,9 +1197,8 @@ def test_a_cancelled_scope_is_used_again(world: World) -> None:
     world.deliver()
     scope.revive()
     new = world.admit(scope, REVISED)
-    world.schedule(8)
     world.finish_step(stop=False)
-    world.finish_step()
+    world.step(8)
     transition = scope.supersede()
     last = world.admit(scope, REVISED)
     world.run()
@@ -1609,7 +1619,7 @@ def test_orphans_are_not_remembered_as_closing(world: World) -> None:
 class Churn(RuleBasedStateMachine):
     """Anything may happen in any order, with up to two steps in flight and a pool that is too small."""
 
-    @initialize(blocks=st.sampled_from([14, 22, 65]), groups=st.sampled_from([FULL, HYBRID]))
+    @initialize(blocks=st.sampled_from([20, 28, 65]), groups=st.sampled_from([FULL, HYBRID]))
     def begin(self, blocks: int, groups: tuple[KVGroup, ...]) -> None:
         self.folder = TemporaryDirectory()
         self.world = World(Path(self.folder.name), blocks=blocks, groups=groups)
@@ -1708,6 +1718,10 @@ class Churn(RuleBasedStateMachine):
 
 
 Churn.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a failing run is short enough to read as it is
 )
 TestChurn = Churn.TestCase

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -17,11 +15,13 @@ from tests.server.wire import (
     CHAT,
     COMPLETIONS,
     MODEL,
+    SPOKE,
     SUPERSEDE,
     Raw,
     at_epoch_1,
     chat,
     content,
+    cpu_s,
     endings,
     endless,
     epoch_of,
@@ -201,7 +201,7 @@ def test_a_scope_reused_at_once_a_hundred_times_answers_in_every_newest_version(
             supersedes = [f"X-Retire-Supersedes: {epoch - 1}"] if epoch > 1 else []
             body = {**(endless() if epoch < 101 else chat(8)), "stream": True}
             streams[-1].request("POST", CHAT, body, [f"X-Retire-Scope: {scope}", *supersedes])
-            streams[-1].wait_for(b'"content":" ')  # it answers, while its predecessor is still being cleaned up
+            streams[-1].wait_for(SPOKE)  # it answers, while its predecessor is still being cleaned up
         bodies = [stream.response() for stream in streams]
     for epoch, (status, headers, body) in enumerate(bodies, start=1):
         *chunks, done = events(body)
@@ -435,12 +435,6 @@ def test_a_paused_scope_publishes_nothing_and_keeps_its_authority_until_it_conti
         reply = stream.wait()
     assert reply.text == expected
     assert {frame.epoch for frame in reply.frames} == {1}
-
-
-def cpu_s(pids):
-    """Seconds of CPU that the processes have used."""
-    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-    return sum(int(f[11]) + int(f[12]) for f in fields) / os.sysconf("SC_CLK_TCK")
 
 
 def test_the_engine_idles_while_all_it_has_is_paused(server, scope):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import array
 import fcntl
 import json
+import os
 import socket
 import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
@@ -19,6 +21,7 @@ from harness.client import Reply, Streaming
 
 PATIENCE_S = 120.0
 MODEL = "tiny"
+SPOKE = b'"delta":{"content":'  # stands in every chunk with text and in none without
 http = httpx.Client(timeout=PATIENCE_S)
 
 CHAT, COMPLETIONS, SUPERSEDE = "/v1/chat/completions", "/v1/completions", "/supersede"
@@ -110,6 +113,12 @@ def refused(answer: httpx.Response, status: int, authority: str = "unchanged") -
     assert error["message"], body
     assert body.get("authority") == authority, body
     return error
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """Seconds of CPU that the processes have used."""
+    fields = [Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split() for pid in pids]
+    return sum(int(f[11]) + int(f[12]) for f in fields) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
