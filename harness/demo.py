@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from harness.client import TIMEOUT_S, Reply, Streaming, probe_ms
+from harness.client import TIMEOUT_S, Reply, Streaming
 from harness.server import Server
 from retire import models
 
@@ -29,7 +29,7 @@ MODEL = "smollm2"
 QUANTUM = 2048
 CONTEXT_TOKENS = 6400
 ANSWER_TOKENS = 48
-INTO_QUANTUM = 0.2  # the plan changes 20 % into the third quantum
+INTO_QUANTUM = 0.15  # of a quantum's time: when the plan changes
 FLAGS = (
     "--enforce-eager",
     *("--served-model-name", MODEL),
@@ -82,6 +82,31 @@ class Story:
         httpx.post(f"{self.url}/v1/completions", json=body, timeout=TIMEOUT_S).raise_for_status()
         return time.monotonic() - started
 
+    def idle_ms(self) -> float:
+        """How long the engine takes to answer between two steps."""
+        return statistics.median(self._engine_answers_ms() for _ in range(9))
+
+    def _engine_answers_ms(self) -> float:
+        started = time.monotonic()
+        httpx.get(f"{self.url}/retire/status", timeout=TIMEOUT_S).raise_for_status()
+        return (time.monotonic() - started) * 1000
+
+    def wait_for_quantum(self, number: int, idle_ms: float) -> None:
+        """Until the running prefill is `INTO_QUANTUM` into its n-th quantum (from 1).
+
+        The engine answers only between steps, so every answer that keeps us waiting marks a step's end.
+        """
+        ended = 0
+        while ended < number - 1:
+            waited_ms = self._engine_answers_ms()
+            if waited_ms > 10 * idle_ms + 20:
+                ended += 1
+        time.sleep(waited_ms / 1000 * INTO_QUANTUM)
+
+    def boundary_ms(self, idle_ms: float) -> float:
+        """How long from now until the engine is between two steps."""
+        return self._engine_answers_ms() - idle_ms
+
     def transition(self, reply: Reply) -> dict[str, Any]:
         """The record of the transition that a reply came from, once it is reclaimed."""
         while True:
@@ -96,23 +121,20 @@ def play(url: str, say: Any) -> dict[str, Any]:
     story = Story(url, say)
     ids = story.tokens(PLAN)
     say(f"repository context and plan: {len(ids)} tokens, prefill quantum {QUANTUM}")
-    probe_ms(url, MODEL)
-    idle_ms = statistics.median(probe_ms(url, MODEL) for _ in range(5))
-    two_quanta = story.prefill(ids[: 2 * QUANTUM], f"warm-{uuid.uuid4()}")
-    two_quanta = min(two_quanta, story.prefill(ids[: 2 * QUANTUM], f"warm-{uuid.uuid4()}"))
-    revise_after = two_quanta * (1 + INTO_QUANTUM / 2)
+    story.prefill(ids[:QUANTUM], f"warm-{uuid.uuid4()}")
+    idle_ms = story.idle_ms()
 
-    say(f"\nNative: the client aborts {revise_after:.1f} s into the prefill; when is the engine free?")
+    say("\nNative: the client aborts early in the third quantum; when is the engine free again?")
     native = Streaming(url, story.body(PLAN, cache_salt=f"native-{uuid.uuid4()}"))
-    time.sleep(revise_after)
+    story.wait_for_quantum(3, idle_ms)
     native.leave()
-    boundary_ms = probe_ms(url, MODEL) - idle_ms
-    say(f"  step boundary after {boundary_ms:.0f} ms (an unrelated one-token request waited for it)")
+    boundary_ms = story.boundary_ms(idle_ms)
+    say(f"  at the step's end, {boundary_ms:.0f} ms after the abort")
 
     say("\nRETIRE: at the same moment the user changes the plan, and the runtime supersedes")
     scope = f"plan-{uuid.uuid4().hex[:8]}"
     old = Streaming(url, story.body(PLAN), {"X-Retire-Scope": scope})
-    time.sleep(revise_after)
+    story.wait_for_quantum(3, idle_ms)
     new = Streaming(url, story.body(REVISED), {"X-Retire-Scope": scope, "X-Retire-Supersedes": "1"})
     new.wait_for_text(frames=8)
     newest = Streaming(url, story.body(REVISED_AGAIN), {"X-Retire-Scope": scope, "X-Retire-Supersedes": "2"})
@@ -133,9 +155,12 @@ def play(url: str, say: Any) -> dict[str, Any]:
     if inherited:
         story.prefill(story.tokens(REVISED)[:inherited], salt)
     clean = Streaming(url, story.body(REVISED, cache_salt=salt)).wait()
-    seen = replies[1].logprobs
-    matches = bool(seen) and clean.logprobs[: len(seen)] == seen
-    say(f"  successor published {len(seen)} tokens before the second revision; equal with their logprobs: {matches}")
+    seen, expected = replies[1].logprobs, clean.logprobs
+    matches = bool(seen) and [t for t, _ in seen] == [t for t, _ in expected[: len(seen)]]
+    bitwise = matches and seen == expected[: len(seen)]
+    say(
+        f"  of {len(seen)} tokens published before the second revision: equal {matches}, logprobs bit for bit {bitwise}"
+    )
     return {
         "stale_frames": stale,
         "fence_ms": first["stages"]["fence"],
@@ -143,6 +168,7 @@ def play(url: str, say: Any) -> dict[str, Any]:
         "inherited_tokens": inherited,
         "identical_block_ids": same_blocks,
         "successor_matches_clean": matches,
+        "logprobs_bitwise_equal": bitwise,
         "stages": first["stages"],
         "second": {
             "stages": second["stages"],

@@ -1,4 +1,4 @@
-"""A process that has vLLM's modules loaded and forks one child per scenario, so that no scenario sees another's patches."""
+"""A process that has vLLM's modules loaded forks one child per scenario: no scenario sees another's patches."""
 
 from __future__ import annotations
 

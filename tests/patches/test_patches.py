@@ -40,7 +40,7 @@ def module_of(name: str) -> ModuleType:
     return importlib.import_module(f"vllm_patches.{name}")
 
 
-# -- what is written down -----------------------------------------------------------------------------------------------
+# -- what is written down ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", vllm_patches.MODULES)
@@ -104,14 +104,13 @@ def test_a_target_that_is_gone_is_named(target: str) -> None:
         _seam.source_of(target)
 
 
-# -- installing ---------------------------------------------------------------------------------------------------------
+# -- installing -------------------------------------------------------------------------------------------------------
 
 
 def test_importing_every_patch_changes_nothing(forked: Run) -> None:
     forked(
         """
         import importlib, inspect
-        TARGETS = %r
         def now(target):
             module, _, path = target.partition(":")
             owner = importlib.import_module(module)
@@ -125,9 +124,8 @@ def test_importing_every_patch_changes_nothing(forked: Run) -> None:
         assert [s.target for s in vllm_patches.seams()] == TARGETS
         assert all(now(t) is was for t, was in before.items())
         assert "retire.engine.worker" not in sys.modules and "retire.engine.scheduler" not in sys.modules
-        """
-        % [seam.target for seam in vllm_patches.seams()],
-        prelude="import sys",
+        """,
+        prelude=f"import sys\nTARGETS = {[seam.target for seam in vllm_patches.seams()]}\n",
     )
 
 
@@ -169,9 +167,9 @@ def test_a_wrap_keeps_name_and_original(forked: Run) -> None:
 def test_changed_source_is_refused_by_name(forked: Run, tmp_path: Path, target: str) -> None:
     """A copy of the file, one line added to the function, stands where the module says its source is."""
     forked(
-        """
+        f"""
         from pathlib import Path
-        target, folder = %r, Path(%r)
+        target, folder = {target!r}, Path({str(tmp_path)!r})
         module, name = target.partition(":")[0], target.rpartition(".")[2]
         spec = importlib.import_module(module).__spec__
         lines = Path(spec.origin).read_text().splitlines()
@@ -185,7 +183,6 @@ def test_changed_source_is_refused_by_name(forked: Run, tmp_path: Path, target: 
         assert target in message and "differs" in message, message
         assert marked() == [] and same_as_before()
         """
-        % (target, str(tmp_path))
     )
 
 
@@ -304,7 +301,7 @@ def test_a_failure_in_the_middle_undoes_what_stood_before_it(forked: Run, positi
     )
 
 
-# -- the entry point ----------------------------------------------------------------------------------------------------
+# -- the entry point --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("plugins", [None, "", "other", "retired"])
@@ -363,7 +360,7 @@ def test_scheduler_and_worker_refuse_to_start_unsealed(forked: Run) -> None:
     )
 
 
-# -- retire doctor ------------------------------------------------------------------------------------------------------
+# -- retire doctor ----------------------------------------------------------------------------------------------------
 
 
 def doctor(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -398,7 +395,7 @@ def test_doctor_names_the_pin_that_does_not_fit(tmp_path: Path) -> None:
     assert "seal     refused" in done.stdout
 
 
-# -- configurations -----------------------------------------------------------------------------------------------------
+# -- configurations ---------------------------------------------------------------------------------------------------
 
 
 def config(**changes: object) -> SimpleNamespace:
@@ -464,7 +461,7 @@ def test_everything_in_the_way_is_named_at_once() -> None:
     from retire.engine.configuration import check
 
     both = config(**{"parallel_config.tensor_parallel_size": 2, "kv_transfer_config": object()})
-    with pytest.raises(_seam.SeamError, match="tensor parallelism.*; .*KV connector"):
+    with pytest.raises(_seam.SeamError, match=r"tensor parallelism.*; .*KV connector"):
         check(both, api_processes=1)
 
 

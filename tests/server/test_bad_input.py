@@ -156,6 +156,22 @@ def test_a_successor_nested_too_deep_is_refused_before_authority_moves(server, s
             assert epoch_of(server.url, at) == 1
 
 
+@pytest.mark.parametrize("xargs", [{"retire_scope": "other"}, {"retire_epoch": 9}, {"retire_ticket": [1, 2, 3, 4, 5]}])
+def test_a_successor_that_names_another_scope_or_a_ticket_is_400(server, known, xargs):
+    refused(supersede(server.url, known, 1, successor={"body": chat(1, vllm_xargs=xargs)}), 400)
+
+
+def test_a_scope_header_that_disagrees_with_the_body_of_a_supersede_is_400(server, known):
+    refused(supersede(server.url, known, 1, {"X-Retire-Scope": "other"}), 400)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_a_supersede_that_a_foreign_web_page_could_send_unasked_is_refused(server, known, kind):
+    answer = supersede(server.url, known, 1, {"Content-Type": kind})
+    assert answer.status_code in (400, 415)
+    refused(answer, answer.status_code)
+
+
 UNSUPPORTED = {
     "beam search": {"use_beam_search": True},
     "prompt logprobs": {"prompt_logprobs": 3},

@@ -223,6 +223,16 @@ def test_a_tool_call_delta_passes_as_it_is():
     assert frames.summary() == [{"index": 0, "tokens": 3, "chars": 0}]
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_only_choices_that_have_not_finished_get_a_terminal_chunk(chat):
+    frames = Frames({"scope": "s", "epoch": 1}, chat=chat, choices=3, model="m", usage=False, running_usage=False)
+    frames.account([(0, 4, 9, True), (2, 2, 5, False)])
+    *chunks, done = events(frames.ending(superseded_by=2))
+    assert done == "[DONE]"
+    assert [chunk["choices"][0]["index"] for chunk in chunks] == [1, 2]
+    assert [chunk["retire"]["published"] for chunk in chunks] == [{"tokens": 0, "chars": 0}, {"tokens": 2, "chars": 5}]
+
+
 # -- superseding through the SDK ---------------------------------------------------------------------------------------
 
 

@@ -230,6 +230,18 @@ def test_a_second_supersede_before_the_first_successor_has_spoken_wins(server, s
     assert ending["retire"]["superseded_by"] == 2
 
 
+def test_requests_that_share_an_id_of_the_clients_choice_share_no_fate(server, scope):
+    body, same = endless(request_id="same"), {"X-Request-Id": "same"}
+    with talking(server.url, f"{scope}-a", body, **same) as one, talking(server.url, f"{scope}-b", body, **same) as two:
+        supersede(server.url, f"{scope}-a", 1, successor={"body": chat(1)})
+        assert endings(one.wait())
+        spoken = len(two.reply.frames)
+        work_a_while(server.url, 20)
+        assert len(two.reply.frames) > spoken
+        supersede(server.url, f"{scope}-b", 1, successor={"body": chat(1)})
+        assert endings(two.wait())[0]["retire"]["scope"] == f"{scope}-b"
+
+
 # -- contracts ---------------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +314,46 @@ def test_prefer_wait_fenced_answers_when_no_obsolete_row_is_computed_any_more(se
     found = http.get(server.url + answer.headers["location"]).json()
     assert found["fenced"]
     assert found["stages"]["fence"] == told["fence_ms"]
+
+
+def test_preferences_may_come_in_a_list(server, scope):
+    at_epoch_1(server.url, scope)
+    assert supersede(server.url, scope, 1, headers={"Prefer": "respond-async, wait=fenced"}).json()["fenced"] is True
+
+
+def test_published_tokens_that_are_not_known_are_not_called_zero(server, scope):
+    body = chat(4, n=3, temperature=1.0)
+    texts = [
+        choice["message"]["content"]
+        for choice in http.post(server.url + CHAT, json=body, headers={"X-Retire-Scope": scope}).json()["choices"]
+    ]
+    told = record(server.url, supersede(server.url, scope, 1, successor={"body": chat(1)}).headers["location"])
+    (published,) = told["published"]
+    assert [choice["chars"] for choice in published["choices"]] == [len(text) for text in texts]
+    assert {choice["tokens"] for choice in published["choices"]} <= {4, None}
+
+
+def test_every_answer_about_a_scope_names_it_and_its_epoch(server, scope):
+    at_epoch_1(server.url, scope)
+
+    def join(epoch):
+        return http.post(server.url + CHAT, json=chat(1), headers={"X-Retire-Scope": scope, "X-Retire-Epoch": epoch})
+
+    path = server.url + scope_path(scope)
+    answers = {
+        "supersede": supersede(server.url, scope, 1, successor={"body": chat(1)}),
+        "join": join("2"),
+        "stale supersede": supersede(server.url, scope, 1),
+        "late": join("1"),
+        "ahead": join("3"),
+        "look": http.get(path),
+        "pause": http.post(path + "/pause"),
+        "continue": http.post(path + "/continue"),
+        "cancel": http.delete(path),
+        "cancelled": join("2"),
+    }
+    named = {at: (a.headers.get("x-retire-scope"), a.headers.get("x-retire-epoch")) for at, a in answers.items()}
+    assert named == dict.fromkeys(answers, (scope, "2"))
 
 
 def test_a_record_tells_what_was_published_and_accepted_fenced_reclaimed_are_separate_facts(server, scope):

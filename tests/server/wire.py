@@ -49,8 +49,8 @@ def supersede(
     url: str, scope: str, expected: Any, headers: Mapping[str, str] | None = None, **more: Any
 ) -> httpx.Response:
     """POST /supersede."""
-    body = {"scope": scope, "expected_epoch": expected, **more}
-    return http.post(url + SUPERSEDE, json=body, headers=headers)
+    body = json.dumps({"scope": scope, "expected_epoch": expected, **more})
+    return http.post(url + SUPERSEDE, content=body, headers={"Content-Type": "application/json", **(headers or {})})
 
 
 def scope_path(scope: str) -> str:
@@ -183,6 +183,12 @@ class Raw:
     def read_to_end(self) -> bytes:
         """Everything until the server closes."""
         while self.pull():
+            pass
+        return self.received
+
+    def read_to_end_or_done(self) -> bytes:
+        """Everything until the server closes, or until the chunked body in it is complete."""
+        while b"\r\n0\r\n\r\n" not in self.received and self.pull():
             pass
         return self.received
 
