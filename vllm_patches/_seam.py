@@ -16,11 +16,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal
 
 from retire.core.errors import SeamError
 
 MARK = "__retire_seam__"
+UPSTREAM = ("vllm", "torch")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,10 @@ def _split(target: str) -> tuple[str, list[str]]:
 
 @functools.cache
 def _parsed(module: str) -> tuple[str, ast.Module]:
-    spec = importlib.util.find_spec(module)
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        raise SeamError(f"vLLM has no module {module}") from error
     if spec is None or spec.origin is None:
         raise SeamError(f"vLLM has no module {module}")
     source = Path(spec.origin).read_text(encoding="utf-8")
@@ -101,18 +106,16 @@ def check_untouched(seam: Seam) -> None:
             raise SeamError(f"{seam.target} exists already")
         return
     function = getattr(current, "__func__", current)
-    wrappers = 0
-    while hasattr(function, "__wrapped__"):
-        function, wrappers = function.__wrapped__, wrappers + 1
     module, path = _split(seam.target)
-    where = (getattr(function, "__module__", None), getattr(function, "__qualname__", None))
-    if where != (module, ".".join(path)) or wrappers > _decorators(seam.target):
-        raise SeamError(f"{seam.target} has been wrapped or replaced by another package ({where[0]})")
-
-
-@functools.cache
-def _decorators(target: str) -> int:
-    return source_of(target).split("def ", 1)[0].count("@")
+    while True:  # the function and what upstream's own decorators put around it, nothing else
+        home = function.__globals__.get("__name__", "") if type(function) is FunctionType else type(function).__module__
+        if type(function) is not FunctionType or home.partition(".")[0] not in UPSTREAM:
+            raise SeamError(f"{seam.target} has been wrapped or replaced by another package ({home})")
+        if not hasattr(function, "__wrapped__"):
+            break
+        function = function.__wrapped__
+    if (function.__module__, function.__qualname__) != (module, ".".join(path)):
+        raise SeamError(f"{seam.target} has been replaced by {function.__module__}:{function.__qualname__}")
 
 
 def swap(seam: Seam) -> Callable[[], None]:

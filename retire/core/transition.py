@@ -330,6 +330,15 @@ def _lose_pins(state: ScopeState, event: PinsExpired | PinsYielded | Certificate
     return replace(state, transition=bare), _release(transition.holdings)
 
 
+def _expire_unclaimed(state: ScopeState, event: PinsExpired, env: Geometry) -> Step:
+    """Nobody came: the transition is over, and a request that comes now is like any other."""
+    transition = _open(state)
+    _expect(event.transition == transition.id, f"transition {event.transition} is not the open one")
+    reclaimed = ReportStage(transition.id, Stage.RECLAIM)
+    closed = ReportClosed(transition.id, Outcome.EXPIRED)
+    return replace(state, transition=None), (*_release(transition.holdings), reclaimed, closed)
+
+
 def _ignore(state: ScopeState, event: CertificatesRevoked, env: Geometry) -> Step:
     """A weight update concerns every scope; this one holds nothing."""
     return state, ()
@@ -420,7 +429,7 @@ TABLE: Final[dict[tuple[Place, type[Event]], Row]] = {
     (ALIGN, EpochAdvanced): Row(_advance, (ALIGN,)),
     (ALIGN, RequestAdmitted): Row(_admit_aligning, (RESUME, IDLE)),
     (ALIGN, RequestClosed): Row(_close_stranger, (ALIGN,)),
-    (ALIGN, PinsExpired): Row(_lose_pins, (ALIGN,)),
+    (ALIGN, PinsExpired): Row(_expire_unclaimed, (IDLE,)),
     (ALIGN, PinsYielded): Row(_lose_pins, (ALIGN,)),
     (ALIGN, CertificatesRevoked): Row(_lose_pins, (ALIGN,)),
     (ALIGN, ScopeCancelled): Row(_cancel, (CANCELLED,)),

@@ -82,6 +82,7 @@ class Outcome(Enum):
     COLD = "cold"  # the successor started without them, for a named refusal
     OVERTAKEN = "overtaken"  # the scope was superseded again; a later transition owns the holdings
     CLIENT_LOST = "client_lost"  # the successor ended before it had adopted anything
+    EXPIRED = "expired"  # nobody came for the pins in time
     CANCELLED = "cancelled"  # the scope was cancelled for good
 
 
@@ -98,6 +99,11 @@ class Contract:
     deadline_ms: int | None = None
     tier: Tier = Tier.HBM
     ttl_ms: int = 30_000
+
+    @property
+    def lifetime_ms(self) -> int:
+        """How long pins are kept for a successor, counted from ADVANCE."""
+        return self.ttl_ms if self.deadline_ms is None else min(self.ttl_ms, self.deadline_ms)
 
 
 @dataclass(frozen=True, slots=True)

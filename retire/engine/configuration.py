@@ -24,6 +24,10 @@ def refusals(config: Any, *, api_processes: int) -> list[str]:
         (parallel.enable_dbo, "dual-batch overlap (--enable-dbo)"),
         (model.is_hybrid or model.is_attention_free, "Mamba or other state-space layers: their state cannot restart"),
         (not cache.enable_prefix_caching, "--no-enable-prefix-caching: certificates install through it"),
+        (
+            config.scheduler_config.async_scheduling,
+            "asynchronous scheduling (--no-async-scheduling): several steps in flight are not fenced yet",
+        ),
         (config.use_v2_model_runner, "model runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)"),
     ]
     return [reason for stands, reason in checks if stands]

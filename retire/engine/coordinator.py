@@ -1,8 +1,7 @@
 """Carries the protocol out on vLLM's scheduler.
 
-Owns: which requests are scoped, what of them is in flight, what is readable, and one `ScopeState` per scope.  Feeds
-events to `retire.core.transition.step` and does what the effects say.
-Must not know: HTTP, how a step is stopped.
+Owns: one `ScopeState` per scope, and what its effects mean for requests and blocks.  Feeds events to
+`retire.core.transition.step` and does what it says.  Must not know: HTTP, how a step is stopped.
 Strategy: authority is read from the table; the API process only adds under which contract it changed.  A request of a
 revoked epoch is closed when the receipt of its last step is in, so its frontier is exact and no writer is left.
 """
@@ -10,16 +9,15 @@ revoked epoch is closed when the receipt of its last step is in, so its frontier
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from retire.authority.table import AuthorityTable
 from retire.authority.tag import Tag
 from retire.core import effects as do
 from retire.core import events as happened
 from retire.core.errors import InvariantViolation, ProtocolError
-from retire.core.transition import Geometry, ScopeState, step
+from retire.core.transition import Geometry, ScopeState, Transition, step
 from retire.core.types import (
     Certificate,
     Contract,
@@ -28,6 +26,7 @@ from retire.core.types import (
     Holding,
     Inherit,
     KVGroup,
+    Outcome,
     Refusal,
     RequestId,
     ScopeId,
@@ -39,26 +38,11 @@ from retire.core.types import (
     TransitionId,
 )
 from retire.engine.facts import Facts
-from retire.engine.plan import PlannedRows, Receipt, StepPlan
+from retire.engine.plan import Receipt
+from retire.engine.steps import Engine, Steps, Tracked
 from retire.kv.ownership import Ownership
 
 ScopeKey = tuple[TenantId, ScopeId]
-
-
-class Engine(Protocol):
-    """What the coordinator asks of the scheduler it lives in."""
-
-    def request(self, request_id: RequestId) -> Any:
-        """vLLM's request, None when it is gone."""
-
-    def computed_blocks(self, request_id: RequestId) -> tuple[Iterable[Any], ...]:
-        """The request's block table, per KV group."""
-
-    def publish(self, request: Any, tokens: int) -> None:
-        """Make the request's full blocks below `tokens` readable."""
-
-    def drop(self, request_id: RequestId) -> None:
-        """Finish the request and free what it holds."""
 
 
 class Coordinator:
@@ -79,76 +63,77 @@ class Coordinator:
         self._table = table
         self.ownership = ownership
         self._fingerprint = fingerprint
-        self._hash_tokens = hash_tokens
-        self._arm_rows = arm_rows
         self._clock_ns = clock_ns
         self._geometry = Geometry(groups=groups, generations=ownership.generation)
-        self._tags: dict[RequestId, Tag] = {}
+        self._steps = Steps(engine, hash_tokens, arm_rows)
+        self._requests = self._steps.requests
         self._states: dict[ScopeKey, ScopeState] = {}
-        self._early: dict[ScopeKey, list[RequestId]] = {}
-        self._orphans: dict[ScopeKey, list[tuple[RequestId, Holding]]] = {}
+        self._early: dict[ScopeKey, list[RequestId]] = {}  # admitted before the message about their epoch
+        self._orphans: dict[ScopeKey, list[tuple[RequestId, Holding | None]]] = {}  # closed before that message
         self._held: set[RequestId] = set()  # admitted, and not to run before the protocol says so
-        self._closing: set[RequestId] = set()
-        self._dropped_late: set[RequestId] = set()  # aborted from outside while a step still computes them
-        self._in_flight: Counter[RequestId] = Counter()
-        self._frontier: dict[RequestId, int] = {}
-        self._started: set[RequestId] = set()
-        self._last_receipt: dict[RequestId, Receipt] = {}
-        self._plans: deque[StepPlan] = deque()
-        self._unpublished: dict[int, set[Any]] = {}
-        self._scheduling: set[Any] = set()
-        self._seq = 0
-        self.certificates: dict[RequestId, Certificate] = {}
+        self._aborted: set[RequestId] = set()  # from outside, while a step still computes them
+        self._adopting: set[TransitionId] = set()  # certificates whose target got its blocks in this pass
         self._expiry_ns: dict[TransitionId, int] = {}
+        self.certificates: dict[RequestId, Certificate] = {}
         self.facts = Facts()
 
     # -- requests come and go -------------------------------------------------------------------------------------
 
     def is_scoped(self, request_id: str) -> bool:
         """Whether the request carries a ticket."""
-        return request_id in self._tags
+        return request_id in self._requests
 
     def revoked(self, request_id: str) -> bool:
         """Whether the request's epoch, or the request itself, has lost authority."""
-        return not self._table.holds(self._tags[RequestId(request_id)].ticket)
+        return not self._table.holds(self._requests[RequestId(request_id)].tag.ticket)
 
     def paused(self, request_id: str) -> bool:
         """Whether the request's scope is paused."""
-        tag = self._tags.get(RequestId(request_id))
-        return tag is not None and self._table.paused(tag.ticket.slot)
+        tracked = self._requests.get(RequestId(request_id))
+        return tracked is not None and self._table.paused(tracked.tag.ticket.slot)
 
     def paused_requests(self) -> int:
         """How many scoped requests a pause holds back."""
-        return sum(1 for request_id in self._tags if self.paused(request_id))
+        return sum(1 for request_id in self._requests if self.paused(request_id))
 
     def admitted(self, request: Any, tag: Tag) -> None:
         """A scoped request reached the scheduler."""
         request_id = RequestId(request.request_id)
-        self._tags[request_id] = tag
-        self._frontier[request_id] = 0
+        self._requests[request_id] = Tracked(tag)
         self._held.add(request_id)
+        self._place(request_id)
+
+    def _place(self, request_id: RequestId) -> None:
+        tag = self._requests[request_id].tag
         key = (tag.tenant, tag.scope)
         state = self._states.get(key)
         if state is None or (state.cancelled and tag.epoch > state.epoch):
             state = self._states[key] = ScopeState(tenant=tag.tenant, scope=tag.scope, epoch=tag.epoch)
         if tag.epoch > state.epoch:
-            self._early.setdefault(key, []).append(request_id)  # the message about its epoch is still on its way
-        elif tag.epoch == state.epoch:
+            self._early.setdefault(key, []).append(request_id)
+        elif tag.epoch == state.epoch and not state.cancelled:
             self._feed(key, happened.RequestAdmitted(self._successor(request_id), tag.epoch))
-        # an older epoch: the table has revoked it, the next sweep drops it
+        # an older epoch, or a cancelled one: the table has revoked it, the next sweep drops it
 
-    def may_run(self, request_id: str) -> bool:
+    def may_run(self, request: Any) -> bool:
         """Whether the scheduler may start this waiting request now."""
-        return request_id not in self._held and not self.paused(request_id)
+        rid = request.request_id
+        if rid in self._held or self.paused(rid):
+            return False
+        return rid in self.certificates or not self._steps.shares_unwritten(request)
+
+    def may_go_on(self, request_id: str) -> bool:
+        """Whether another step may be launched for this running request."""
+        return not self.paused(request_id) and not self.revoked(request_id)
 
     def ended(self, request_id: str) -> None:
         """The scheduler has let go of the request, for whatever reason."""
         rid = RequestId(request_id)
-        tag = self._tags.pop(rid, None)
-        if tag is None:
+        tracked = self._requests.get(rid)
+        if tracked is None:
             return
         self._forget(rid)
-        key = (tag.tenant, tag.scope)
+        key = (tracked.tag.tenant, tracked.tag.scope)
         state = self._states.get(key)
         if state is not None and rid in state.live | state.closing | state.leaving:
             self._feed(key, happened.RequestFinished(rid))
@@ -156,108 +141,61 @@ class Coordinator:
     def defers_abort(self, request_id: str) -> bool:
         """An abort from outside came while a step computes the request: it waits for the receipt."""
         rid = RequestId(request_id)
-        if rid in self._tags and self._in_flight[rid] > 0:
-            self._dropped_late.add(rid)
+        if self._steps.computes(rid):
+            self._aborted.add(rid)
             return True
         return False
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def rows_allocated(self, request: Any, hit_tokens: int, new_tokens: int) -> None:
-        """Slots were given out: these blocks will be written by the step being scheduled."""
-        start = request.num_computed_tokens + hit_tokens
-        size = self._hash_tokens
-        self._scheduling.update(request.block_hashes[start // size : (start + new_tokens) // size])
-
-    def shares_unwritten(self, request: Any) -> bool:
-        """Whether the request starts with blocks that a step in flight is about to publish: better wait than redo."""
-        if request.request_id in self.certificates:
-            return False
-        pending = [self._scheduling, *self._unpublished.values()]
-        return any(block in hashes for hashes in pending if hashes for block in request.block_hashes)
+        """Slots were given out to a scoped request."""
+        certificate = self.certificates.get(request.request_id)
+        if certificate is not None:
+            self._adopting.add(certificate.transfer)
+        self._steps.rows_allocated(request, hit_tokens, new_tokens)
 
     def before_schedule(self) -> None:
         """Start of a scheduling pass."""
-        self._scheduling = set()
+        self._steps.begin_pass()
+        self._adopting = set()
         self.sweep()
 
     def scheduled(self, output: Any) -> None:
         """A step was scheduled: describe it for the workers, and verify what was adopted."""
-        rows = []
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            tag = self._tags.get(request_id)
-            if tag is None:
-                continue
-            end = self._engine.request(request_id).num_computed_tokens
-            start = end - tokens
-            if request_id not in self._started:  # what it starts with is a hit in the prefix cache, or certified
-                self._started.add(request_id)
-                self._frontier[request_id] = start
-            rows.append(PlannedRows(request_id, tag.ticket, start, end))
-            self._in_flight[request_id] += 1
-            if request_id in self.certificates:
-                self._verify_adoption(request_id)
-        if rows:
-            self._seq += 1
-            foreign = len(rows) < len(output.num_scheduled_tokens)
-            armed = not foreign and output.total_num_scheduled_tokens >= self._arm_rows
-            plan = StepPlan(self._seq, tuple(rows), foreign_rows=foreign, armed=armed)
-            self._plans.append(plan)
-            self._unpublished[plan.seq] = self._scheduling
-            output.retire_plan = plan
+        for rid in self._steps.scheduled(output):
+            if rid in self.certificates:
+                self._verify_adoption(rid)
         self.facts.flush()
 
     def step_ended(self, output: Any, receipt: Receipt | None) -> None:
         """The step's output is here, not yet processed: publish what was written, close what lost authority."""
-        plan: StepPlan | None = getattr(output, "retire_plan", None)
-        if plan is not None:
-            self._take_receipt(plan, receipt)
+        self._steps.ended(output, receipt)
         self.sweep()
-        self.facts.flush()
-
-    def _take_receipt(self, plan: StepPlan, receipt: Receipt | None) -> None:
-        if receipt is None or receipt.seq != plan.seq or self._plans.popleft().seq != plan.seq:
-            raise InvariantViolation(f"invariant 7: step {plan.seq} ended without its receipt")
-        self._unpublished.pop(plan.seq, None)
-        for rows in plan.rows:
-            rid = rows.request
-            self._in_flight[rid] -= 1
-            if not self._in_flight[rid]:
-                del self._in_flight[rid]
-            if rid not in self._tags:
-                continue
-            self._last_receipt[rid] = receipt
-            request = self._engine.request(rid)
-            if receipt.stopped or request is None or self._frontier[rid] < rows.start:
-                continue
-            self._frontier[rid] = min(rows.end, request.num_tokens)
-            self._engine.publish(request, self._frontier[rid])
 
     def preempted(self, request_id: str) -> None:
         """The request lost its blocks and starts over."""
-        if request_id in self._frontier:
-            self._frontier[RequestId(request_id)] = 0
-            self._started.discard(RequestId(request_id))
+        self._steps.preempted(RequestId(request_id))
 
     # -- authority ------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
         """Close every request that has lost authority and is in no step any more."""
         self._expire()
-        for rid in [r for r in self._tags if r in self._dropped_late or self.revoked(r)]:
-            if self._in_flight[rid] == 0:
-                del self._in_flight[rid]
+        for rid in [r for r in self._requests if r in self._aborted or self.revoked(r)]:
+            if not self._steps.computes(rid):
                 self._close(rid)
         self.facts.flush()
 
     def _close(self, rid: RequestId) -> None:
-        tag = self._tags[rid]
+        tracked = self._requests[rid]
+        tag = tracked.tag
         key = (tag.tenant, tag.scope)
         state = self._states.get(key)
         lost_epoch = not self._table.current(tag.ticket)
-        holding = self._capture(rid, tag) if lost_epoch else None
+        holding = self._capture(rid, tracked) if lost_epoch else None
         if lost_epoch:
-            self._report_receipt(rid, key, holding)
+            self._report_receipt(rid, tracked, holding)
         if state is not None and (
             rid in state.closing | state.leaving or (holding is not None and tag.epoch < state.epoch)
         ):
@@ -272,27 +210,24 @@ class Coordinator:
 
     def _forget(self, rid: RequestId) -> None:
         """Drop every note about the request without telling the protocol that it finished."""
-        self._tags.pop(rid, None)
-        for store in (self._held, self._closing, self._dropped_late, self._started):
-            store.discard(rid)
-        self._frontier.pop(rid, None)
-        self._last_receipt.pop(rid, None)
+        self._requests.pop(rid, None)
+        self._held.discard(rid)
+        self._aborted.discard(rid)
         self.certificates.pop(rid, None)
 
-    def _capture(self, rid: RequestId, tag: Tag) -> Holding | None:
+    def _capture(self, rid: RequestId, tracked: Tracked) -> Holding | None:
         """Pin what the request has written, before the scheduler frees it."""
         request = self._engine.request(rid)
-        frontier = min(self._frontier.get(rid, 0), request.num_tokens) if request is not None else 0
+        frontier = min(tracked.frontier_tokens, request.num_tokens) if request is not None else 0
         if frontier <= 0:
             return None
-        blocks = self._engine.computed_blocks(rid)
         groups = tuple(
-            self.ownership.refs(group, frontier // geometry.block_tokens)
-            for group, geometry in zip(blocks, self._geometry.groups, strict=True)
+            self.ownership.refs(blocks, frontier // group.block_tokens)
+            for blocks, group in zip(self._engine.computed_blocks(rid), self._geometry.groups, strict=True)
         )
         holding = Holding(
             request=rid,
-            tenant=tag.tenant,
+            tenant=tracked.tag.tenant,
             tokens=tuple(request.all_token_ids[:frontier]),
             frontier_tokens=TokenCount(frontier),
             fingerprint=self._fingerprint(request),
@@ -318,10 +253,13 @@ class Coordinator:
         return self.leftovers() if event["kind"] == "status" else None
 
     def _cancelled(self, key: ScopeKey) -> None:
-        if key in self._states:
+        if key in self._states and not self._states[key].cancelled:
             self._feed(key, happened.ScopeCancelled())
         for rid, holding in self._orphans.pop(key, []):
             self._feed(key, happened.RequestClosed(rid, holding))
+        for rid in self._early.pop(key, []):
+            if rid in self._requests:
+                self._place(rid)  # the scope's next life, or revoked by now
 
     def _advanced(self, key: ScopeKey, event: dict[str, Any]) -> None:
         old, new = Epoch(event["old_epoch"]), Epoch(event["new_epoch"])
@@ -337,30 +275,23 @@ class Coordinator:
             for stage in (Stage.FENCE, Stage.ALIGN, Stage.RESUME, Stage.RECLAIM):
                 self._report(transition, "stage", stage=stage.value)
             self._report(transition, "closed", outcome="cold")
-            for _, holding in self._orphans.pop(key, []):
-                self.ownership.release(holding)
             return
-        lifetime_ms = min(contract.ttl_ms, contract.deadline_ms or contract.ttl_ms)
-        self._expiry_ns[transition] = self._clock_ns() + lifetime_ms * 1_000_000
+        self._expiry_ns[transition] = event["at_ns"] + contract.lifetime_ms * 1_000_000
         for rid, holding in self._orphans.pop(key, []):
             current = self._states[key].transition
             if current is not None and rid in current.closing:
                 self._feed(key, happened.RequestClosed(rid, holding))
-            else:
+            elif holding is not None:
                 self.ownership.release(holding)
         for rid in self._early.pop(key, []):
-            tag = self._tags.get(rid)
-            if tag is not None and tag.epoch == new:
-                self._feed(key, happened.RequestAdmitted(self._successor(rid), new))
-            elif tag is not None and tag.epoch > new:
-                self._early.setdefault(key, []).append(rid)
+            if rid in self._requests:
+                self._place(rid)
 
     def _expire(self) -> None:
+        """Fed for as long as the transition is open: what closes after the deadline must not stay pinned either."""
         now = self._clock_ns()
-        for transition, due in list(self._expiry_ns.items()):
-            if now >= due:
-                del self._expiry_ns[transition]
-                self._give_up(transition, happened.PinsExpired(transition))
+        for transition in [t for t, due in self._expiry_ns.items() if now >= due]:
+            self._give_up(transition, happened.PinsExpired(transition))
 
     def yield_pins(self, for_request: str) -> bool:
         """The pool is full: give up the oldest pins that `for_request` is not about to adopt."""
@@ -368,13 +299,16 @@ class Coordinator:
             certificate = self.certificates.get(RequestId(for_request))
             if certificate is not None and certificate.transfer == transition:
                 continue
-            if self._give_up(transition, happened.PinsYielded(transition)):
+            if transition in self._adopting:
+                continue
+            if self._give_up(transition, happened.PinsYielded(transition), holding=True):
                 return True
         return False
 
-    def _give_up(self, transition: TransitionId, event: happened.Event) -> bool:
+    def _give_up(self, transition: TransitionId, event: happened.Event, *, holding: bool = False) -> bool:
         for key, state in self._states.items():
-            if state.transition is not None and state.transition.id == transition and state.transition.holdings:
+            current = state.transition
+            if current is not None and current.id == transition and (current.holdings or not holding):
                 self._feed(key, event)
                 return True
         return False
@@ -384,14 +318,16 @@ class Coordinator:
         for key in list(self._states):
             if self._states[key].transition is not None:
                 self._feed(key, happened.CertificatesRevoked())
-        for key in list(self._orphans):
-            for _, holding in self._orphans.pop(key):
-                self.ownership.release(holding)
+        for key, orphans in self._orphans.items():
+            for _, holding in orphans:
+                if holding is not None:
+                    self.ownership.release(holding)
+            self._orphans[key] = [(rid, None) for rid, _ in orphans]
 
     # -- the protocol ---------------------------------------------------------------------------------------------
 
     def _successor(self, rid: RequestId) -> Successor:
-        request, tag = self._engine.request(rid), self._tags[rid]
+        request, tag = self._engine.request(rid), self._requests[rid].tag
         return Successor(rid, tag.tenant, tuple(request.all_token_ids), self._fingerprint(request))
 
     def _feed(self, key: ScopeKey, event: happened.Event) -> None:
@@ -400,7 +336,7 @@ class Coordinator:
         self._states[key] = state
         transition = state.transition or before.transition
         for effect in effects:
-            self._carry_out(effect, transition.id if transition is not None else None)
+            self._carry_out(effect, transition)
         self._collect(key)
 
     def _collect(self, key: ScopeKey) -> None:
@@ -411,30 +347,21 @@ class Coordinator:
         if not state.live and not state.leaving and state.transition is None:
             del self._states[key]
 
-    def _carry_out(self, effect: do.Effect, transition_id: TransitionId | None) -> None:
+    def _carry_out(self, effect: do.Effect, current: Transition | None) -> None:
         match effect:
             case do.CloseRequests(requests):
-                self._closing |= requests
                 self._held -= requests
                 for rid in requests:
                     self.certificates.pop(rid, None)
             case do.InstallCertificate(certificate):
+                self.ownership.keep_only(certificate.source, certificate.groups)
                 self.certificates[certificate.target] = certificate
                 self._held.discard(certificate.target)
-                self._report(
-                    certificate.transfer,
-                    "certificate",
-                    tokens=certificate.tokens,
-                    source=certificate.source,
-                    target=certificate.target,
-                    fingerprint=certificate.fingerprint,
-                    blocks=_ids(certificate),
-                    generations=[[None if r is None else r.generation for r in g] for g in certificate.groups],
-                )
+                self._report(certificate.transfer, "certificate", **_described(certificate))
             case do.StartCold(rid, refusal):
                 self._held.discard(rid)
                 self.certificates.pop(rid, None)
-                self._report(transition_id, "refused", request=rid, refusal=refusal.value)
+                self._report(current.id if current else None, "refused", request=rid, refusal=refusal.value)
             case do.StartFresh(rid):
                 self._held.discard(rid)
             case do.ReleasePins(holdings):
@@ -443,8 +370,14 @@ class Coordinator:
             case do.ReportStage(transition, stage):
                 self._report(transition, "stage", stage=stage.value)
             case do.ReportClosed(transition, outcome):
-                self._expiry_ns.pop(transition, None)
-                self._report(transition, "closed", outcome=outcome.value)
+                self._closed(transition, outcome, current)
+
+    def _closed(self, transition: TransitionId, outcome: Outcome, current: Transition | None) -> None:
+        self._expiry_ns.pop(transition, None)
+        if outcome is Outcome.EXPIRED:  # nobody was there to be told why
+            reason = (current.refusal if current else None) or Refusal.EXPIRED
+            self._report(transition, "refused", refusal=reason.value)
+        self._report(transition, "closed", outcome=outcome.value)
 
     def blocks_to_install(self, request_id: str) -> tuple[int, tuple[list[Any], ...]] | None:
         """Tokens and blocks per group that the request adopts, or None."""
@@ -457,7 +390,7 @@ class Coordinator:
 
     def _verify_adoption(self, rid: RequestId) -> None:
         certificate = self.certificates.pop(rid)
-        tag = self._tags[rid]
+        tag = self._requests[rid].tag
         key = (tag.tenant, tag.scope)
         table = self._engine.computed_blocks(rid)
         adopted = tuple(
@@ -470,14 +403,14 @@ class Coordinator:
     def _report(self, transition: TransitionId | None, kind: str, **values: Any) -> None:
         self.facts.append({"transition": transition, "kind": kind, "at_ns": self._clock_ns(), **values})
 
-    def _report_receipt(self, rid: RequestId, key: ScopeKey, holding: Holding | None) -> None:
-        receipt = self._last_receipt.pop(rid, None)
+    def _report_receipt(self, rid: RequestId, tracked: Tracked, holding: Holding | None) -> None:
+        receipt, tag = tracked.receipt, tracked.tag
         self.facts.append(
             {
                 "transition": None,
-                "tenant": key[0],
-                "scope": key[1],
-                "epoch": self._tags[rid].epoch,
+                "tenant": tag.tenant,
+                "scope": tag.scope,
+                "epoch": tag.epoch,
                 "kind": "receipt",
                 "at_ns": self._clock_ns(),
                 "request": rid,
@@ -495,15 +428,22 @@ class Coordinator:
         """What an idle engine must not hold."""
         return {
             "pinned_blocks": self.ownership.pinned_blocks(),
-            "scoped_requests": len(self._tags),
+            "scoped_requests": len(self._requests),
             "open_transitions": sum(1 for state in self._states.values() if state.transition is not None),
             "orphans": sum(len(group) for group in self._orphans.values()),
-            "steps_in_flight": len(self._plans),
+            "steps_in_flight": self._steps.in_flight,
         }
 
 
-def _ids(certificate: Certificate) -> list[list[int | None]]:
-    return [[None if ref is None else int(ref.block) for ref in group] for group in certificate.groups]
+def _described(certificate: Certificate) -> dict[str, Any]:
+    return {
+        "tokens": certificate.tokens,
+        "source": certificate.source,
+        "target": certificate.target,
+        "fingerprint": certificate.fingerprint,
+        "blocks": [[None if ref is None else ref.block for ref in group] for group in certificate.groups],
+        "generations": [[None if ref is None else ref.generation for ref in group] for group in certificate.groups],
+    }
 
 
 def contract_of(values: dict[str, Any]) -> Contract:

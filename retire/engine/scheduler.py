@@ -91,8 +91,8 @@ class VersionedScheduler:
         self.retire.before_schedule()
         for request in self.running:  # type: ignore[attr-defined]
             if self.retire.is_scoped(request.request_id):
-                # Upstream skips a running request until this step; a paused scope is never due.
-                request.next_decode_eligible_step = sys.maxsize if self.retire.paused(request.request_id) else 0
+                # Upstream skips a running request until this step; what may not go on is never due.
+                request.next_decode_eligible_step = 0 if self.retire.may_go_on(request.request_id) else sys.maxsize
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.retire.scheduled(output)
         return output
@@ -135,9 +135,7 @@ class VersionedScheduler:
         self.retire.preempted(request.request_id)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
-        if self.retire.is_scoped(request.request_id) and (
-            not self.retire.may_run(request.request_id) or self.retire.shares_unwritten(request)
-        ):
+        if self.retire.is_scoped(request.request_id) and not self.retire.may_run(request):
             return False
         ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
         return ready

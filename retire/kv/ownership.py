@@ -46,6 +46,13 @@ class Ownership:
         self._pool.touch(blocks)
         self._pins[holding.request] = blocks
 
+    def keep_only(self, request: RequestId, groups: tuple[tuple[BlockRef | None, ...], ...]) -> None:
+        """Give back what the holding of `request` has beyond these blocks: nobody will adopt it."""
+        kept = {ref.block for group in groups for ref in group if ref is not None}
+        blocks = self._pins[request]
+        self._pins[request] = [block for block in blocks if block.block_id in kept]
+        self._pool.free_blocks(block for block in reversed(blocks) if block.block_id not in kept)
+
     def release(self, holding: Holding) -> None:
         """Give the references back, the sequence's tail first so that it is evicted first."""
         blocks = self._pins.pop(holding.request, None)

@@ -23,7 +23,7 @@ class RetainBody(_Strict):
     """How long, and where, certified blocks wait for the successor."""
 
     tier: Literal["hbm", "dram"] = "hbm"
-    ttl_s: Annotated[float, Field(gt=0)] | None = None
+    ttl_s: Annotated[float, Field(ge=0.001)] | None = None
 
 
 class ContractBody(_Strict):

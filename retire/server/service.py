@@ -133,6 +133,7 @@ class Service:
                 "tenant": tenant,
                 "scope": scope,
                 "transition": record.id,
+                "at_ns": advanced_ns,
                 "old_epoch": advanced.old_epoch,
                 "new_epoch": advanced.new_epoch,
                 "contract": {
@@ -145,7 +146,7 @@ class Service:
                 },
             }
         )
-        asyncio.get_running_loop().call_later(contract.ttl_ms / 1000 + 0.01, self._tell, {"kind": "wake"})
+        asyncio.get_running_loop().call_later(contract.lifetime_ms / 1000 + 0.01, self._tell, {"kind": "wake"})
         if idempotency:
             self.authority.remember_idempotent(
                 tenant, idempotency[0], digest, transition=number, scope=scope, epoch=advanced.new_epoch

@@ -106,7 +106,16 @@ CELLS = {
     (ALIGN, ev.EpochAdvanced): (advanced(2, 3), ALIGN, (*overtaken(None), ReportStage(tid("t23"), Stage.FENCE))),
     (ALIGN, ev.RequestAdmitted): (admitted("2a"), RESUME, (GRANTED, ReportStage(tid("t12"), Stage.ALIGN))),
     (ALIGN, ev.RequestClosed): (closed("0z", STRANGER), ALIGN, (ReleasePins((STRANGER,)),)),
-    **{(ALIGN, type(event)): (event, ALIGN, (ReleasePins((H1A,)),)) for event in LOST_PINS},
+    (ALIGN, ev.PinsExpired): (
+        ev.PinsExpired(tid("t12")),
+        IDLE,
+        (
+            ReleasePins((H1A,)),
+            ReportStage(tid("t12"), Stage.RECLAIM),
+            ReportClosed(tid("t12"), Outcome.EXPIRED),
+        ),
+    ),
+    **{(ALIGN, type(event)): (event, ALIGN, (ReleasePins((H1A,)),)) for event in LOST_PINS[1:]},
     (ALIGN, ev.ScopeCancelled): (
         ev.ScopeCancelled(),
         CANCELLED,
@@ -289,10 +298,16 @@ def test_an_epoch_whose_message_was_lost_is_skipped():
     assert state.closing == {rid("1a"), rid("2a")}
 
 
+REASONS = (Refusal.EXPIRED, Refusal.PRESSURE, Refusal.REVOKED)
+
+
 @pytest.mark.parametrize(
-    ("event", "reason"), list(zip(LOST_PINS, (Refusal.EXPIRED, Refusal.PRESSURE, Refusal.REVOKED), strict=True))
+    ("place", "event", "reason"),
+    [
+        *((FENCE, event, reason) for event, reason in zip(LOST_PINS, REASONS, strict=True)),
+        *((ALIGN, event, reason) for event, reason in zip(LOST_PINS[1:], REASONS[1:], strict=True)),
+    ],
 )
-@pytest.mark.parametrize("place", [FENCE, ALIGN])
 def test_lost_pins_are_named_to_the_successor_that_comes_later(place, event, reason):
     state, _ = play(AT[place], event, event)
     last = closed("1b", H1B) if place is FENCE else admitted("2a")
@@ -303,8 +318,14 @@ def test_lost_pins_are_named_to_the_successor_that_comes_later(place, event, rea
 
 
 def test_the_first_reason_stands():
-    state, _ = play(AT[ALIGN], ev.PinsYielded(tid("t12")), ev.PinsExpired(tid("t12")))
+    state, _ = play(AT[FENCE], ev.PinsYielded(tid("t12")), ev.PinsExpired(tid("t12")))
     assert state.transition.refusal is Refusal.PRESSURE
+
+
+def test_a_request_after_unclaimed_pins_expired_is_like_any_other():
+    state, effects = play(AT[ALIGN], ev.PinsExpired(tid("t12")), admitted("2a"))
+    assert state.place is IDLE
+    assert StartFresh(rid("2a")) in effects
 
 
 def test_a_lost_client_in_fence_leaves_its_predecessors_to_the_next_fence():

@@ -10,14 +10,13 @@ import socket
 import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
 import httpx
-
-from harness.client import Reply, Streaming
 
 PATIENCE_S = 120.0
 MODEL = "tiny"
@@ -121,22 +120,6 @@ def cpu_s(pids: Sequence[int]) -> float:
     return sum(int(f[11]) + int(f[12]) for f in fields) / os.sysconf("SC_CLK_TCK")
 
 
-@contextmanager
-def talking(url: str, scope: str, body: Mapping[str, Any] | None = None, **headers: str) -> Iterator[Streaming]:
-    """A stream of the scope that has said something; it is left at the end if nobody has ended it."""
-    stream = Streaming(url, body or endless(), {"X-Retire-Scope": scope, **headers})
-    try:
-        stream.wait_for_text()
-        yield stream
-    finally:
-        stream.leave()
-
-
-def endings(reply: Reply) -> list[dict[str, Any]]:
-    """The chunks that ended a superseded or cancelled stream."""
-    return [frame.body for frame in reply.frames if "published" in (frame.body.get("retire") or {})]
-
-
 class Raw:
     """A connection on which every byte is ours.  `receive_buffer` bounds what this side's kernel takes unread."""
 
@@ -217,6 +200,69 @@ class Raw:
             assert self.pull(), "the connection ended inside a body"
         body, self.received = self.received[:size], self.received[size:]
         return body
+
+
+@dataclass(frozen=True)
+class Told:
+    """A streamed chat completion, whole."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def chunks(self) -> list[Any]:
+        """Its chunks; the stream must have ended in order."""
+        *chunks, done = events(self.body)
+        assert done == "[DONE]", self.body[-300:]
+        return chunks
+
+    @property
+    def text(self) -> str:
+        """Everything said."""
+        return content(self.chunks)
+
+    @property
+    def epochs(self) -> set[int]:
+        """The epochs that its chunks name."""
+        return {chunk["retire"]["epoch"] for chunk in self.chunks}
+
+    @property
+    def ending(self) -> dict[str, Any]:
+        """The one chunk that ended a superseded or cancelled stream."""
+        (ending,) = [chunk for chunk in self.chunks if "published" in chunk["retire"]]
+        assert ending == self.chunks[-1]
+        return ending
+
+
+class Stream(Raw):
+    """A streamed chat completion that is read when somebody wants to know."""
+
+    def __init__(self, url: str, scope: str, body: Mapping[str, Any] | None = None, **headers: str) -> None:
+        super().__init__(url)
+        lines = [f"{name}: {value}" for name, value in {"X-Retire-Scope": scope, **headers}.items()]
+        self.request("POST", CHAT, {**(body or endless()), "stream": True}, lines)
+
+    def heard(self) -> int:
+        """How many chunks with text have come by now."""
+        self.socket.setblocking(False)
+        with suppress(BlockingIOError):
+            while self.pull():
+                pass
+        self.socket.settimeout(PATIENCE_S)
+        return self.received.count(SPOKE)
+
+    def told(self) -> Told:
+        """The whole of it."""
+        return Told(*self.response())
+
+
+@contextmanager
+def talking(url: str, scope: str, body: Mapping[str, Any] | None = None, **headers: str) -> Iterator[Stream]:
+    """A stream of the scope that has said something.  Its client leaves at the end."""
+    with Stream(url, scope, body, **headers) as stream:
+        stream.wait_for(SPOKE)
+        yield stream
 
 
 def spelled(method: str, path: str, body: Any = None, headers: Sequence[str | bytes] = ()) -> bytes:

@@ -1,0 +1,154 @@
+"""What of every scoped request has been scheduled, written and published.
+
+Owns: one record per scoped request, the plans of the steps in flight, the frontier that receipts move, and which blocks
+a step is about to write.  Must not know: epochs, transitions, why a request ends.
+Strategy: a request's frontier moves only by the receipt of a step that ran to its end; publication follows it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from retire.authority.tag import Tag
+from retire.core.errors import InvariantViolation
+from retire.core.types import RequestId
+from retire.engine.plan import PlannedRows, Receipt, StepPlan
+
+
+class Engine(Protocol):
+    """What is asked of the scheduler."""
+
+    def request(self, request_id: RequestId) -> Any:
+        """vLLM's request, None when it is gone."""
+
+    def computed_blocks(self, request_id: RequestId) -> tuple[Iterable[Any], ...]:
+        """The request's block table, per KV group."""
+
+    def publish(self, request: Any, tokens: int) -> None:
+        """Make the request's full blocks below `tokens` readable."""
+
+    def drop(self, request_id: RequestId) -> None:
+        """Finish the request and free what it holds."""
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A scoped request, from admission to its end.
+
+    `frontier_tokens`: tokens whose KV is written in every layer (invariant 3).  `written_rows`: the same with draft
+    tokens, which count once they are accepted.  `started`: it has had rows since admission or preemption.
+    `lost_until`: receipts up to this plan speak of blocks that a preemption took away.
+    """
+
+    tag: Tag
+    started: bool = False
+    steps_in_flight: int = 0
+    frontier_tokens: int = 0
+    written_rows: int = 0
+    lost_until: int = 0
+    receipt: Receipt | None = None
+
+
+class Steps:
+    """One per scheduler."""
+
+    def __init__(self, engine: Engine, hash_tokens: int, arm_rows: int) -> None:
+        self.requests: dict[RequestId, Tracked] = {}
+        self._engine = engine
+        self._hash_tokens = hash_tokens
+        self._arm_rows = arm_rows
+        self._plans: deque[StepPlan] = deque()
+        self._unpublished: dict[int, set[Any]] = {}
+        self._scheduling: set[Any] = set()
+        self._seq = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Steps with scoped rows whose receipt is out."""
+        return len(self._plans)
+
+    def computes(self, request_id: RequestId) -> bool:
+        """Whether a step in flight has rows of the request."""
+        tracked = self.requests.get(request_id)
+        return tracked is not None and tracked.steps_in_flight > 0
+
+    def begin_pass(self) -> None:
+        """A scheduling pass starts."""
+        self._scheduling = set()
+
+    def rows_allocated(self, request: Any, hit_tokens: int, new_tokens: int) -> None:
+        """Slots were given out: the step being scheduled will write these blocks."""
+        start = request.num_computed_tokens + hit_tokens
+        size = self._hash_tokens
+        self._scheduling.update(request.block_hashes[start // size : (start + new_tokens) // size])
+
+    def shares_unwritten(self, request: Any) -> bool:
+        """Whether the request starts with blocks that a step is about to publish: better wait than compute them too."""
+        pending = [hashes for hashes in (self._scheduling, *self._unpublished.values()) if hashes]
+        return any(block in hashes for hashes in pending for block in request.block_hashes)
+
+    def scheduled(self, output: Any) -> list[RequestId]:
+        """Describe the step on vLLM's scheduler output, for the workers.  Returns the scoped requests in it."""
+        rows = [
+            self._rows(self.requests[rid], rid, tokens)
+            for rid, tokens in output.num_scheduled_tokens.items()
+            if rid in self.requests
+        ]
+        if rows:
+            self._seq += 1
+            foreign = len(rows) < len(output.num_scheduled_tokens)
+            armed = not foreign and output.total_num_scheduled_tokens >= self._arm_rows
+            plan = StepPlan(self._seq, tuple(rows), foreign_rows=foreign, armed=armed)
+            self._plans.append(plan)
+            self._unpublished[plan.seq] = self._scheduling
+            output.retire_plan = plan
+        return [planned.request for planned in rows]
+
+    def _rows(self, tracked: Tracked, rid: RequestId, tokens: int) -> PlannedRows:
+        end = self._engine.request(rid).num_computed_tokens
+        start = end - tokens
+        if not tracked.started:  # what it starts with is a hit in the prefix cache, or certified
+            tracked.started, tracked.frontier_tokens = True, start
+        elif tracked.steps_in_flight == 0 and tracked.written_rows >= start:
+            tracked.frontier_tokens = max(tracked.frontier_tokens, start)  # accepted draft tokens
+        tracked.steps_in_flight += 1
+        return PlannedRows(rid, tracked.tag.ticket, start, end)
+
+    def ended(self, output: Any, receipt: Receipt | None) -> None:
+        """A step is over: move frontiers and publish what it wrote.
+
+        Raises:
+            InvariantViolation: it had scoped rows and came back without its receipt (invariant 7).
+        """
+        plan: StepPlan | None = getattr(output, "retire_plan", None)
+        if plan is None:
+            return
+        if receipt is None or receipt.seq != plan.seq or self._plans.popleft().seq != plan.seq:
+            raise InvariantViolation(f"invariant 7: step {plan.seq} ended without its receipt")
+        del self._unpublished[plan.seq]
+        for rows in plan.rows:
+            tracked = self.requests.get(rows.request)
+            if tracked is not None:
+                self._take(tracked, rows, plan, receipt)
+
+    def _take(self, tracked: Tracked, rows: PlannedRows, plan: StepPlan, receipt: Receipt) -> None:
+        tracked.steps_in_flight -= 1
+        tracked.receipt = receipt
+        request = self._engine.request(rows.request)
+        if receipt.stopped or request is None or plan.seq <= tracked.lost_until:
+            return
+        if tracked.frontier_tokens < rows.start:
+            return  # an earlier step of it was stopped
+        tracked.written_rows = rows.end
+        tracked.frontier_tokens = min(rows.end, request.num_tokens)
+        self._engine.publish(request, tracked.frontier_tokens)
+
+    def preempted(self, request_id: RequestId) -> None:
+        """The request lost its blocks and starts over."""
+        tracked = self.requests.get(request_id)
+        if tracked is not None:
+            tracked.started, tracked.frontier_tokens, tracked.written_rows = False, 0, 0
+            tracked.lost_until = self._seq
