@@ -91,6 +91,10 @@ class EngineError(RetireError):
     status: ClassVar[int] = 503
     kind: ClassVar[str] = "ServiceUnavailableError"
 
+    def __init__(self, message: str, *, current_epoch: int | None = None) -> None:
+        super().__init__(message)
+        self.current_epoch = current_epoch
+
 
 class ProtocolError(RetireError):
     """An event that the transition table does not allow.  The state is unchanged."""

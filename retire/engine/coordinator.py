@@ -244,6 +244,8 @@ class Coordinator:
                 self._advanced(key, event)
             case "cancelled":
                 self._cancelled(key)
+            case "abandoned":
+                self._abandoned(key, TransitionId(event["transition"]))
             case "wake" | "status":
                 pass
             case kind:
@@ -260,6 +262,12 @@ class Coordinator:
         for rid in self._early.pop(key, []):
             if rid in self._requests:
                 self._place(rid)  # the scope's next life, or revoked by now
+
+    def _abandoned(self, key: ScopeKey, transition: TransitionId) -> None:
+        """The client left before its successor came here; one that did come ends by its own abort."""
+        current = self._states[key].transition if key in self._states else None
+        if current is not None and current.id == transition and current.successor is None:
+            self._feed(key, happened.PinsExpired(transition))
 
     def _advanced(self, key: ScopeKey, event: dict[str, Any]) -> None:
         old, new = Epoch(event["old_epoch"]), Epoch(event["new_epoch"])

@@ -194,7 +194,7 @@ class Exchange:
         scope_name, epoch = _merge(scope_name, epoch, body, superseding=False)
         refuse_unsupported(body)
         service = self._service()
-        service.require_engine()
+        service.require_engine(tenant, scope_name)
         return service.authority.resolve(tenant, scope_name, epoch)
 
     def _supersede_by_header(
@@ -302,6 +302,8 @@ class Exchange:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
+                if self._advanced is not None:
+                    self._service().abandon(self._advanced)
                 raise InvalidRequest("the client left before its body was complete")
             parts.append(message.get("body", b""))
             if not message.get("more_body", False):
@@ -473,6 +475,8 @@ class Stream:
             message = gone.result()
             if message["type"] == "http.disconnect" and not self._complete:
                 self._service.authority.lower(self._ticket, 0)  # workers stop at the next safe point
+                if self._record is not None:
+                    self._service.abandon(self._record)
             return message
         finally:
             gone.cancel()
@@ -510,7 +514,7 @@ class Stream:
         body = b"".join(self._buffer)
         if self._start["status"] >= 500 and self._service.engine_dead():
             self._complete = self._closed = True
-            await self._exchange.refuse(EngineError("the engine is gone"))
+            await self._exchange.refuse(EngineError("the engine is gone", current_epoch=self.epoch))
             return
         if self._start["status"] == 200:
             body = self._frames.tag_json(body)

@@ -104,7 +104,7 @@ class Service:
             earlier = self._answered(tenant, idempotency[0], digest)
             if earlier is not None:
                 return earlier
-        self.require_engine()
+        self.require_engine(tenant, scope)
         if idempotency:
             self.authority.remember_idempotent(tenant, idempotency[0], digest, transition=number, scope=scope)
         for stream in self.streams(tenant, ScopeId(scope)):
@@ -263,10 +263,15 @@ class Service:
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
-    def require_engine(self) -> None:
-        """Raise EngineError when the engine is dead."""
+    def require_engine(self, tenant: TenantId, scope: str) -> None:
+        """Raise EngineError, with the epoch that the table holds, when the engine is dead."""
         if self.engine_dead():
-            raise EngineError("the engine is gone")
+            view = self.authority.view(tenant, scope)
+            raise EngineError("the engine is gone", current_epoch=view.epoch if view is not None else None)
+
+    def abandon(self, record: Transition) -> None:
+        """The client left before its successor reached the engine: nothing is to be kept for it."""
+        self._tell({"kind": "abandoned", "tenant": record.tenant, "scope": record.scope, "transition": record.id})
 
     def stated_backlog(self) -> dict[str, int]:
         """What of a scoped stream may lie behind the last gate on this host.
