@@ -170,6 +170,7 @@ def play(url: str, say: Any) -> dict[str, Any]:
         "successor_matches_clean": matches,
         "logprobs_bitwise_equal": bitwise,
         "stages": first["stages"],
+        "receipts": first["receipts"],
         "second": {
             "stages": second["stages"],
             "inherited_tokens": second["inherited_tokens"],

@@ -27,6 +27,8 @@ MODULES = (
     "worker_receipt",
     "model_forward",
     "attention_safe_point",
+    "column_linear_safe_point",
+    "row_linear_safe_point",
     "seeded_sample",
     "seeded_bookkeeping",
 )

@@ -10,6 +10,7 @@ from tests.server.wire import (
     CHAT,
     COMPLETIONS,
     MODEL,
+    SOON,
     SUPERSEDE,
     Raw,
     at_epoch_1,
@@ -335,7 +336,7 @@ TOO_LONG = {"model": MODEL, "prompt": long_prompt(1, 8300), "max_tokens": 1}
 
 def test_a_successor_over_the_context_length_says_truly_whether_authority_moved(server, scope):
     at_epoch_1(server.url, scope)
-    answer = supersede(server.url, scope, 1, successor={"endpoint": COMPLETIONS, "body": TOO_LONG})
+    answer = supersede(server.url, scope, 1, contract=SOON, successor={"endpoint": COMPLETIONS, "body": TOO_LONG})
     moved = epoch_of(server.url, scope) == 2
     refused(answer, 400, "advanced" if moved else "unchanged")
     assert answer.headers["x-retire-authority"] == ("advanced" if moved else "unchanged")
@@ -354,7 +355,7 @@ ADVANCED = {
 @pytest.mark.parametrize("body", ADVANCED.values(), ids=ADVANCED)
 def test_a_header_supersede_moves_authority_before_its_body_is_read_and_says_so(server, scope, body):
     at_epoch_1(server.url, scope)
-    headers = {**JSON, "X-Retire-Scope": scope, "X-Retire-Supersedes": "1"}
+    headers = {**JSON, "X-Retire-Scope": scope, "X-Retire-Supersedes": "1", "X-Retire-Contract": json.dumps(SOON)}
     answer = http.post(server.url + CHAT, content=body, headers=headers)
     refused(answer, answer.status_code, "advanced")
     assert 400 <= answer.status_code < 500

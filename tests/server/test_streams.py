@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import uuid
@@ -18,6 +19,7 @@ from tests.server.wire import (
     CHAT,
     COMPLETIONS,
     MODEL,
+    SOON,
     SPOKE,
     SUPERSEDE,
     Raw,
@@ -49,7 +51,6 @@ def streaming(**more):
 
 
 STEPS = 400
-SOON = 'X-Retire-Contract: {"retain": {"ttl_s": 0.2}}'  # for pins that nobody will ask for
 
 
 def dechunked(body):
@@ -170,7 +171,18 @@ def test_a_client_that_leaves_before_its_body_has_superseded_all_the_same(server
     with talking(server.url, scope) as old:
         head = [f"POST {CHAT} HTTP/1.1", "host: test", "content-length: 1000", "content-type: application/json"]
         with Raw(server.url) as raw:
-            raw.send("\r\n".join([*head, f"X-Retire-Scope: {scope}", "X-Retire-Supersedes: 1", SOON, "", "{"]).encode())
+            raw.send(
+                "\r\n".join(
+                    [
+                        *head,
+                        f"X-Retire-Scope: {scope}",
+                        "X-Retire-Supersedes: 1",
+                        f"X-Retire-Contract: {json.dumps(SOON)}",
+                        "",
+                        "{",
+                    ]
+                ).encode()
+            )
             assert old.told().ending["retire"]["superseded_by"] == 2
     nothing_left(server, scope)
     assert epoch_of(server.url, scope) == 2

@@ -36,7 +36,6 @@ from tests.server.wire import (
 )
 
 pytestmark = pytest.mark.engine
-SOON = {"retain": {"ttl_s": 0.2}}  # pins that nobody will ask for
 
 
 # -- with and without a successor --------------------------------------------------------------------------------------
@@ -44,7 +43,8 @@ SOON = {"retain": {"ttl_s": 0.2}}  # pins that nobody will ask for
 
 def test_without_a_successor_the_answer_is_a_record_and_the_successor_comes_as_an_ordinary_request(server, scope):
     with talking(server.url, scope) as old:
-        answer = supersede(server.url, scope, 1, reason="user_steering")
+        body = {"scope": scope, "expected_epoch": 1, "reason": "user_steering"}
+        answer = http.post(server.url + SUPERSEDE, json=body)
         assert answer.status_code == 200
         told = answer.json()
         assert told == {
@@ -108,7 +108,7 @@ def test_a_superseded_predecessor_that_does_not_stream_gets_410(server, scope):
     with ThreadPoolExecutor(1) as pool:
         old = pool.submit(http.post, server.url + CHAT, json=endless(), headers={"X-Retire-Scope": scope})
         eventually(lambda: epoch_of(server.url, scope) and scope_info(server.url, scope)["live_requests"], "it runs")
-        supersede(server.url, scope, 1, contract=SOON)
+        supersede(server.url, scope, 1)
         error = refused(old.result(), 410)
     assert error["current_epoch"] == 2
     assert "choices" not in old.result().text
@@ -300,7 +300,7 @@ def test_a_contract_that_this_server_cannot_honour_is_422_and_changes_nothing(se
 
 def test_prefer_wait_fenced_answers_when_no_obsolete_row_is_computed_any_more(server, scope):
     with talking(server.url, scope):
-        answer = supersede(server.url, scope, 1, headers={"Prefer": "wait=fenced"}, contract=SOON)
+        answer = supersede(server.url, scope, 1, headers={"Prefer": "wait=fenced"})
     told = answer.json()
     assert told["fenced"] is True
     assert told["fence_ms"] >= 0
@@ -352,7 +352,8 @@ def test_every_answer_about_a_scope_names_it_and_its_epoch(server, scope):
 
 def test_a_record_tells_what_was_published_and_accepted_fenced_reclaimed_are_separate_facts(server, scope):
     with talking(server.url, scope) as old:
-        location = supersede(server.url, scope, 1).headers["location"]
+        kept = {"retain": {"ttl_s": 60}}
+        location = supersede(server.url, scope, 1, contract=kept).headers["location"]
         reply = old.told()
     waiting = record(server.url, location, until="fenced")
     assert waiting["accepted"]
@@ -376,7 +377,7 @@ def test_a_record_tells_what_was_published_and_accepted_fenced_reclaimed_are_sep
 
 def test_a_transition_that_no_successor_follows_is_reclaimed_when_its_pins_expire(server, scope):
     with talking(server.url, scope):
-        location = supersede(server.url, scope, 1, contract=SOON).headers["location"]
+        location = supersede(server.url, scope, 1).headers["location"]
     assert record(server.url, location)["outcome"] == "expired"
     later = http.post(server.url + CHAT, json=chat(), headers={"X-Retire-Scope": scope})
     assert later.json()["retire"]["epoch"] == 2
@@ -394,7 +395,7 @@ def test_scopes_are_listed_with_what_runs_in_them(server, scope):
             "live_requests": 1,
             "transition": None,
         }
-        told = supersede(server.url, scope, 1, contract=SOON).json()
+        told = supersede(server.url, scope, 1).json()
         assert scope_info(server.url, scope)["transition"] == told["id"]
     eventually(lambda: scope_info(server.url, scope)["live_requests"] == 0, "nothing runs any more")
 
@@ -465,17 +466,19 @@ def stand_still(server, stream):
 
 
 def test_a_paused_scope_publishes_nothing_and_keeps_its_authority_until_it_continues(server, scope):
-    body = chat(150)
-    expected = http.post(server.url + CHAT, json=body).json()["choices"][0]["message"]["content"]
-    with talking(server.url, scope, body) as stream:
+    with talking(server.url, scope) as stream:
         told = pause(server, scope)
         assert (told["paused"], told["epoch"], told["live_requests"]) == (True, 1, 1)
         before = stand_still(server, stream)
         work_a_while(server.url, 60)
-        assert stream.heard() == before < 150, "sixty steps for others, none for the paused scope"
+        assert stream.heard() == before, "sixty steps for others, none for the paused scope"
         assert pause(server, scope, "continue")["paused"] is False
+        eventually(lambda: stream.heard() > before + 30, "it goes on")
+        http.delete(server.url + scope_path(scope))
         told = stream.told()
-    assert (told.text, told.epochs) == (expected, {1})
+    clean = http.post(server.url + CHAT, json=chat(before + 20)).json()["choices"][0]["message"]["content"]
+    assert told.text.startswith(clean), "as if it had never been paused"
+    assert told.epochs == {1}
 
 
 def test_the_engine_idles_while_all_it_has_is_paused(server, scope):

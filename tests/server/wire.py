@@ -20,6 +20,7 @@ import httpx
 
 PATIENCE_S = 120.0
 MODEL = "tiny"
+SOON = {"retain": {"ttl_s": 0.2}}  # for pins that nobody will ask for
 SPOKE = b'"delta":{"content":'  # stands in every chunk with text and in none without
 http = httpx.Client(timeout=PATIENCE_S)
 
@@ -47,7 +48,9 @@ def long_prompt(seed: int, tokens: int = 7000) -> list[int]:
 def supersede(
     url: str, scope: str, expected: Any, headers: Mapping[str, str] | None = None, **more: Any
 ) -> httpx.Response:
-    """POST /supersede."""
+    """POST /supersede.  Where no successor comes with it, nothing is kept for one for long."""
+    if not {"successor", "contract"} & more.keys():
+        more["contract"] = SOON
     body = json.dumps({"scope": scope, "expected_epoch": expected, **more})
     return http.post(url + SUPERSEDE, content=body, headers={"Content-Type": "application/json", **(headers or {})})
 
