@@ -15,11 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DONE = b"data: [DONE]\n\n"
+CHOICES_MAX = 65_536  # more than vLLM answers; a client may ask for any number before vLLM refuses it
+
+Count = tuple[int, int | None, int, bool]
+"""Choice, tokens so far (None: not told), characters of this frame, whether the choice is finished."""
 
 
 def dumps(value: Any) -> bytes:
-    """Compact JSON."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    """Compact JSON.  Half a surrogate pair, which a client may have sent as an escape, goes back as one."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 def sse(value: Any) -> bytes:
@@ -29,9 +33,9 @@ def sse(value: Any) -> bytes:
 
 @dataclass(slots=True)
 class Published:
-    """What of one choice has passed the last gate."""
+    """What of one choice has passed the last gate.  `tokens` is None where the answer does not tell."""
 
-    tokens: int = 0
+    tokens: int | None = 0
     chars: int = 0
     finished: bool = False
 
@@ -41,6 +45,7 @@ class Frames:
     """Rewrites the body of one scoped response.
 
     `chat`: which of the two endpoints.  `usage`, `running_usage`: what the client itself asked for.
+    `fingerprint`: vLLM puts it on the chunk that finishes a choice, or on the usage chunk that we take out.
     """
 
     tag: dict[str, Any]
@@ -49,10 +54,11 @@ class Frames:
     model: str
     usage: bool
     running_usage: bool
+    fingerprint: str | None = None
     published: dict[int, Published] = field(default_factory=dict)
     _head: dict[str, Any] = field(default_factory=dict)
 
-    def rewrite(self, body: bytes) -> tuple[bytes, list[tuple[int, int, int, bool]]]:
+    def rewrite(self, body: bytes) -> tuple[bytes, list[Count]]:
         """Tagged bytes of an SSE body, and (choice, tokens so far, characters, finished) per chunk for `account`."""
         out, counts = [], []
         for event in body.split(b"\n\n"):
@@ -70,25 +76,27 @@ class Frames:
                     continue  # the final usage chunk, which only we asked for
                 if chunk["choices"] and not self.running_usage:
                     chunk.pop("usage", None)
+                if not self.usage and self.fingerprint and any(c.get("finish_reason") for c in chunk["choices"]):
+                    chunk.setdefault("system_fingerprint", self.fingerprint)
                 counts += [self._count(choice, usage) for choice in chunk["choices"]]
             chunk["retire"] = self.tag
             out.append(sse(chunk))
         return b"".join(out), counts
 
-    def _count(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None) -> tuple[int, int, int, bool]:
+    def _count(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None) -> Count:
         text = (choice.get("delta") or {}).get("content") if self.chat else choice.get("text")
         tokens = usage.get("completion_tokens", 0) if usage else 0
         return choice.get("index", 0), tokens, len(text or ""), choice.get("finish_reason") is not None
 
-    def account(self, counts: list[tuple[int, int, int, bool]]) -> None:
+    def account(self, counts: list[Count]) -> None:
         """These chunks have passed the last gate."""
         for index, tokens, chars, finished in counts:
             seen = self.published.setdefault(index, Published())
-            seen.tokens = max(seen.tokens, tokens)
+            seen.tokens = None if tokens is None else max(seen.tokens or 0, tokens)
             seen.chars += chars
             seen.finished |= finished
 
-    def summary(self) -> list[dict[str, int]]:
+    def summary(self) -> list[dict[str, int | None]]:
         """Per choice, what was published."""
         return [
             {"index": index, "tokens": seen.tokens, "chars": seen.chars}

@@ -27,14 +27,16 @@ from retire.core.errors import (
 )
 from retire.core.types import EPOCH_MAX, Epoch, ScopeId, TenantId, Ticket
 from retire.server import metrics
-from retire.server.frames import Frames, dumps
+from retire.server.frames import CHOICES_MAX, Count, Frames, dumps
 from retire.server.requests import (
     contract_from_header,
     parse_successor,
     parse_supersede,
     refuse_unsupported,
+    require_shallow,
     serves_model,
 )
+from retire.server.schemas import REASON_MAX_CHARS
 from retire.server.service import FENCE_WAIT_S, Service, Superseded
 from retire.server.tenants import Tenants
 from retire.server.transitions import Transition, now_ns
@@ -49,6 +51,9 @@ GATED = {"/v1/chat/completions": True, "/v1/completions": False}  # path → whe
 SUPERSEDE = "/supersede"
 OURS = (SUPERSEDE, "/scopes", "/transitions", "/retire")
 ABANDONED_AFTER_S = 10.0
+PREFIX_OF_OURS = "x-retire-"
+KNOWN = frozenset(PREFIX_OF_OURS + name for name in ("scope", "epoch", "supersedes", "contract", "reason"))
+EPOCH_MAX_DIGITS = len(str(EPOCH_MAX))
 
 
 class Headers:
@@ -58,8 +63,11 @@ class Headers:
         self._values: dict[str, str] = {}
         for raw_name, raw in scope["headers"]:
             name = raw_name.decode("latin-1").lower()
-            if name in self._values and name.startswith("x-retire-"):
-                raise InvalidRequest(f"header {name} given twice", param=name)
+            if name.startswith(PREFIX_OF_OURS):
+                if name in self._values:
+                    raise InvalidRequest(f"header {name} given twice", param=name)
+                if name not in KNOWN:  # ignored, a misspelt supersede would join the version it meant to end
+                    raise InvalidRequest(f"header {name} is not known", param=name)
             try:
                 self._values[name] = raw.decode("utf-8")
             except UnicodeDecodeError:
@@ -72,7 +80,7 @@ class Headers:
     @property
     def scoped(self) -> bool:
         """Whether any of them speaks to us."""
-        return any(name.startswith("x-retire-") for name in self._values)
+        return not KNOWN.isdisjoint(self._values)
 
     def epoch(self, name: str, *, star: bool = False) -> int | Literal["*"] | None:
         """A header that holds an epoch."""
@@ -81,9 +89,27 @@ class Headers:
             return None
         if star and value == "*":
             return "*"
-        if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= EPOCH_MAX:
+        digits = value.isascii() and value.isdigit() and len(value) <= EPOCH_MAX_DIGITS
+        if not digits or not 1 <= int(value) <= EPOCH_MAX:
             raise InvalidRequest(f"{name} is an integer from 1 to 2**64 - 1", param=name)
         return int(value)
+
+    def reason(self) -> str | None:
+        """`X-Retire-Reason`."""
+        value = self._values.get("x-retire-reason")
+        if value is not None and len(value) > REASON_MAX_CHARS:
+            raise InvalidRequest(f"a reason has at most {REASON_MAX_CHARS} characters", param="X-Retire-Reason")
+        return value
+
+    def require_json(self) -> None:
+        """As vLLM's routes do; without it any web page could send a supersede unasked."""
+        media_type = (self._values.get("content-type") or "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise InvalidRequest("Unsupported Media Type: Only 'application/json' is allowed", param="Content-Type")
+
+    def prefers_fenced(self) -> bool:
+        """Whether `wait=fenced` is among the preferences."""
+        return "wait=fenced" in (part.strip() for part in (self._values.get("prefer") or "").split(","))
 
 
 class Gate:
@@ -96,7 +122,10 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
-        if scope["type"] != "http":
+        if scope["type"] == "websocket" and _speaks_to_us(scope):
+            await send({"type": "websocket.close", "code": 1008, "reason": "a websocket cannot carry a scope"})
+            return
+        if scope["type"] != "http" or scope["method"] == "OPTIONS":  # a preflight asks for nothing and has no key
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -128,17 +157,23 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._advanced: Transition | None = None
+        self._about: str | None = None  # the scope that this is about
 
     # -- what a request can be ------------------------------------------------------------------------------------
 
     async def supersede(self, headers: Headers, tenant: TenantId) -> None:
         """POST /supersede."""
+        headers.require_json()
         raw = await self._body()
         request = parse_supersede(raw)
+        self._about = request.scope
+        if headers.scoped and headers.get("x-retire-scope") != request.scope:
+            raise InvalidRequest("the X-Retire headers disagree with the body", param="X-Retire-Scope")
         service = self._service()
         contract = request.contract.to_contract(service.settings)
         successor = None if request.successor is None else parse_successor(request.successor)
         if successor is not None:
+            _merge(request.scope, None, successor, superseding=True)
             serves_model(service, successor)
         done = service.supersede(
             tenant, request.scope, request.expected_epoch, contract, request.reason, _idempotency(headers, raw)
@@ -180,6 +215,7 @@ class Exchange:
             body = _json_object(await self._body())
             if body is None:
                 raise InvalidRequest("the body is not a JSON object")
+            require_shallow(body)
             _merge(scope_name, None, body, superseding=True)
             refuse_unsupported(body)
             view = done.view
@@ -191,7 +227,9 @@ class Exchange:
         """An ordinary request joins its scope."""
         if body is None:
             raise InvalidRequest("the body is not a JSON object")
+        require_shallow(body)
         scope_name, epoch = _merge(scope_name, epoch, body, superseding=False)
+        self._about = scope_name
         refuse_unsupported(body)
         service = self._service()
         service.require_engine(tenant, scope_name)
@@ -202,11 +240,10 @@ class Exchange:
     ) -> Superseded:
         """Authority moves when the headers are read; the body is still on its way."""
         service = self._service()
+        self._about, reason = scope_name, headers.reason()
         contract = contract_from_header(headers.get("x-retire-contract"), service.settings)
         told = f"{scope_name}\0{expected}\0{headers.get('x-retire-contract')}".encode()
-        done = service.supersede(
-            tenant, scope_name, expected, contract, headers.get("x-retire-reason"), _idempotency(headers, told)
-        )
+        done = service.supersede(tenant, scope_name, expected, contract, reason, _idempotency(headers, told))
         self._advanced = done.record
         return done
 
@@ -220,7 +257,11 @@ class Exchange:
         if not all(hasattr(cycle, name) for name in ("flow", "transport", "disconnected")):
             raise EngineError("the gate is not the outermost layer of this server; scoped requests are refused")
         ticket = service.authority.issue(view)
-        stream = Stream(self, service, path, body, view, ticket, record, cycle)
+        try:
+            stream = Stream(self, service, path, body, view, ticket, record, cycle)
+        except BaseException:
+            service.authority.release(ticket)
+            raise
         service.attach(view.tenant, view.scope, stream)
         try:
             await stream.run(self._inner_scope(path, rewritten=rewritten))
@@ -253,7 +294,7 @@ class Exchange:
         record = done.record
         answer = record.accepted()
         extra = [(b"location", f"/transitions/{record.id}".encode())]
-        if headers.get("prefer") == "wait=fenced":
+        if headers.prefers_fenced():
             answer["fenced"] = await self._service().wait_fenced(record)
             answer["fence_ms"] = record.fence_ms()
             extra.append((b"preference-applied", b"wait=fenced"))
@@ -273,7 +314,10 @@ class Exchange:
             current = self._advanced.new_epoch
         if current is not None:
             detail["current_epoch"] = current
-        await self.respond(status, {"error": detail, "authority": self.authority_word()}, self.refusal_headers(status))
+        extra = self.refusal_headers(status)
+        if self._about is not None and current is not None and self._advanced is None:
+            extra += scope_headers(ScopeId(self._about), Epoch(current))
+        await self.respond(status, {"error": detail, "authority": self.authority_word()}, extra)
 
     def authority_word(self) -> str:
         """`advanced` once this request has moved authority."""
@@ -371,10 +415,11 @@ class Stream:
         self._frames = Frames(
             tag={"scope": view.scope, "epoch": view.epoch},
             chat=GATED[path],
-            choices=(count if isinstance(count, int) and count > 0 else 1) * many,
+            choices=min((count if isinstance(count, int) and count > 0 else 1) * many, CHOICES_MAX),
             model=str(body.get("model") or ""),
             usage=bool(options and options.get("include_usage")),
             running_usage=bool(options and options.get("include_usage") and options.get("continuous_usage_stats")),
+            fingerprint=self._service.fingerprint,
         )
         tag = Tag(view.tenant, view.scope, view.epoch, self._ticket)
         xargs = body.get("vllm_xargs")
@@ -389,11 +434,14 @@ class Stream:
 
     # -- what the service says ------------------------------------------------------------------------------------
 
-    def revoke(self, superseded_by: int | None, fenced: asyncio.Event | None) -> None:
-        """The epoch has lost authority (already in the table): end at once."""
+    def revoke(self, superseded_by: int | None, fenced: asyncio.Event | None) -> bool:
+        """The epoch has lost authority (already in the table): end at once.  False: it had lost it before."""
+        if self._revoked.is_set():
+            return False
         self._superseded_by = superseded_by
         self._fenced = fenced
         self._revoked.set()
+        return True
 
     def promise(self, tokens: int) -> None:
         """The successor starts with so many tokens of this one's."""
@@ -525,10 +573,12 @@ class Stream:
             self._whole_counts(body) if self._start["status"] == 200 else [],
         )
 
-    def _whole_counts(self, body: bytes) -> list[tuple[int, int, int, bool]]:
+    def _whole_counts(self, body: bytes) -> list[Count]:
         answer = json.loads(body)
+        if not isinstance(answer, dict):  # vLLM says null to a client that has left
+            return []
         choices = answer.get("choices", [])
-        tokens = (answer.get("usage") or {}).get("completion_tokens", 0) if len(choices) == 1 else 0
+        tokens = (answer.get("usage") or {}).get("completion_tokens", 0) if len(choices) == 1 else None
         texts = [(c.get("message") or {}).get("content") if "message" in c else c.get("text") for c in choices]
         return [(c.get("index", 0), tokens, len(t or ""), True) for c, t in zip(choices, texts, strict=True)]
 
@@ -547,7 +597,7 @@ class Stream:
 
     # -- the last gate --------------------------------------------------------------------------------------------
 
-    async def _publish(self, messages: list[Message], counts: list[tuple[int, int, int, bool]]) -> None:
+    async def _publish(self, messages: list[Message], counts: list[Count]) -> None:
         """Write the frame if its epoch is current when it is written."""
         await self._drain()
         if self._closed:
@@ -591,6 +641,10 @@ def scope_headers(scope: ScopeId, epoch: Epoch) -> list[tuple[bytes, bytes]]:
     return [(b"x-retire-scope", scope.encode("utf-8")), (b"x-retire-epoch", str(epoch).encode())]
 
 
+def _speaks_to_us(scope: Scope) -> bool:
+    return any(name.lower().startswith(PREFIX_OF_OURS.encode()) for name, _ in scope["headers"])
+
+
 def _idempotency(headers: Headers, told: bytes) -> tuple[str, bytes] | None:
     key = headers.get("idempotency-key")
     if key is None:
@@ -629,6 +683,8 @@ def _merge(
     if foreign:
         raise InvalidRequest(f"vllm_xargs.{foreign[0]} is not a field of the client", param=f"vllm_xargs.{foreign[0]}")
     body_scope, body_epoch = xargs.get(SCOPE_KEY), xargs.get(EPOCH_KEY)
+    if body_epoch is not None and type(body_epoch) is not int:  # True and 1.0 equal 1
+        raise InvalidRequest("vllm_xargs.retire_epoch is an integer", param="vllm_xargs.retire_epoch")
     if body_scope is not None and scope_name is not None and body_scope != scope_name:
         raise InvalidRequest("X-Retire-Scope and vllm_xargs.retire_scope disagree", param="vllm_xargs.retire_scope")
     if body_epoch is not None and ((epoch is not None and body_epoch != epoch) or superseding):

@@ -13,6 +13,8 @@ from retire.server.schemas import ContractBody, SuccessorBody, SupersedeBody
 from retire.server.service import Service
 from retire.settings import Settings
 
+NESTING_MAX = 200
+
 # Fields of a scoped request that no ticket can follow (DESIGN 7), with the reason that the client reads.
 UNSUPPORTED = {
     "use_beam_search": "beam search runs requests that carry no ticket",
@@ -55,9 +57,11 @@ def serves_model(service: Service, body: dict[str, Any]) -> None:
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:
-    """Raise Unsupported for a field that a scoped request cannot have."""
+    """Raise Unsupported for a field that a scoped request cannot have, InvalidRequest for one that we must read."""
+    if not isinstance(body.get("stream"), bool | None):
+        raise InvalidRequest("stream is true or false", param="stream")
     for name, why in UNSUPPORTED.items():
-        if body.get(name) not in (None, False):
+        if body.get(name) is not None and body.get(name) is not False:  # 0 prompt logprobs are prompt logprobs
             raise Unsupported(f"{name} is refused with a scope: {why}", param=name)
     if body.get("echo") and body.get("logprobs") is not None:
         raise Unsupported(f"echo with logprobs is refused with a scope: {UNSUPPORTED['prompt_logprobs']}", param="echo")
@@ -74,9 +78,22 @@ def contract_from_header(value: str | None, settings: Settings) -> Contract:
 
 def _loads(raw: bytes) -> Any:
     try:
-        return json.loads(raw)
+        value = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"malformed JSON: {error}") from error
+    require_shallow(value)
+    return value
+
+
+def require_shallow(value: Any) -> None:
+    """Raise InvalidRequest for nesting that one parser on the way would follow and the next would not."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(NESTING_MAX):
+        if not level:
+            return
+        inner = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
+        level = [item for item in inner if isinstance(item, dict | list)]
+    raise InvalidRequest(f"the body is nested deeper than {NESTING_MAX} levels")
 
 
 def _invalid(error: ValidationError, prefix: str = "") -> InvalidRequest:

@@ -6,14 +6,16 @@ in front of it, and it says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, Path, Request
 from fastapi.responses import JSONResponse
 
 from retire import seal
-from retire.core.errors import CallerError, NotFound
-from retire.core.types import TenantId
+from retire.core.errors import CallerError, EngineError, NotFound
+from retire.core.types import Epoch, ScopeId, TenantId
+from retire.server.gate import scope_headers
 from retire.server.schemas import Accepted, ScopeInfo, ScopeList, ServerStatus, SupersedeBody, TransitionInfo
 from retire.server.service import Service
 
@@ -71,12 +73,26 @@ def _tenant(request: Request) -> TenantId:
     return tenant
 
 
-def error_response(error: CallerError) -> JSONResponse:
+def error_response(error: CallerError | EngineError) -> JSONResponse:
     """vLLM's error shape."""
-    detail = {"message": str(error), "type": error.kind, "param": error.param, "code": error.status}
-    if error.current_epoch is not None:
+    param = getattr(error, "param", None)
+    detail = {"message": str(error), "type": error.kind, "param": param, "code": error.status}
+    if getattr(error, "current_epoch", None) is not None:
         detail["current_epoch"] = error.current_epoch
     return JSONResponse({"error": detail, "authority": "unchanged"}, status_code=error.status)
+
+
+def _about_scope(scope: str, look: Callable[[], dict[str, Any]]) -> JSONResponse:
+    """What `look` says of the scope, or why not; scope and epoch are named in the headers where they are known."""
+    try:
+        info = look()
+    except CallerError as error:
+        response, epoch = error_response(error), error.current_epoch
+    else:
+        response, epoch = JSONResponse(info), info["epoch"]
+    if epoch is not None:
+        response.raw_headers.extend(scope_headers(ScopeId(scope), Epoch(epoch)))
+    return response
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -126,20 +142,14 @@ async def scopes(request: Request) -> Any:
 @router.get("/scopes/{scope:path}", response_model=ScopeInfo, responses={404: _ERRORS[404]})
 async def scope(request: Request, scope: ScopePath) -> Any:
     """One scope."""
-    try:
-        return _service(request).scope(_tenant(request), scope)
-    except CallerError as error:
-        return error_response(error)
+    return _about_scope(scope, lambda: _service(request).scope(_tenant(request), scope))
 
 
 @router.delete("/scopes/{scope:path}", response_model=ScopeInfo, responses={404: _ERRORS[404]})
 async def cancel(request: Request, scope: ScopePath) -> Any:
     """Terminal cancellation: every request of the scope loses authority, and the id is dead until a higher epoch."""
     service, tenant = _service(request), _tenant(request)
-    try:
-        return service.describe(service.cancel(tenant, scope))
-    except CallerError as error:
-        return error_response(error)
+    return _about_scope(scope, lambda: service.describe(service.cancel(tenant, scope)))
 
 
 @router.post("/scopes/{scope:path}/pause", response_model=ScopeInfo, responses={404: _ERRORS[404], 410: _ERRORS[410]})
@@ -155,20 +165,21 @@ async def continue_(request: Request, scope: ScopePath) -> Any:
 
 
 def _set_paused(request: Request, scope: str, *, paused: bool) -> Any:
-    service = _service(request)
-    try:
-        return service.describe(service.set_paused(_tenant(request), scope, paused))
-    except CallerError as error:
-        return error_response(error)
+    service, tenant = _service(request), _tenant(request)
+    return _about_scope(scope, lambda: service.describe(service.set_paused(tenant, scope, paused)))
 
 
 @router.get("/retire/status", response_model=ServerStatus)
 async def status(request: Request) -> Any:
     """The seal of every process, the stated backlog, and what the engine holds for scopes."""
     service = _service(request)
+    try:
+        engine = await service.engine_status()
+    except EngineError as error:
+        return error_response(error)
     return {
         "seal": seal.require().as_dict(),
         "state_dir": str(service.settings.state_dir),
         "stated_backlog": service.stated_backlog(),
-        "engine": await service.engine_status(),
+        "engine": engine,
     }

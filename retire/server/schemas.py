@@ -12,6 +12,8 @@ from retire.settings import Settings
 
 ScopeName = Annotated[StrictStr, Field(min_length=1, max_length=SCOPE_MAX_CHARS, examples=["plan-7"])]
 EpochNumber = Annotated[StrictInt, Field(ge=1, le=EPOCH_MAX, examples=[3])]
+TOKENS_MAX = DEADLINE_MAX_MS = 2**31 - 1
+REASON_MAX_CHARS = 256
 SUCCESSOR_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -23,7 +25,7 @@ class RetainBody(_Strict):
     """How long, and where, certified blocks wait for the successor."""
 
     tier: Literal["hbm", "dram"] = "hbm"
-    ttl_s: Annotated[float, Field(ge=0.001)] | None = None
+    ttl_s: Annotated[float, Field(ge=0.001, allow_inf_nan=False)] | None = None
 
 
 class ContractBody(_Strict):
@@ -31,8 +33,10 @@ class ContractBody(_Strict):
 
     inherit: Literal["certified", "none"] = "certified"
     equivalence: Literal["mode_matched", "exact"] = "mode_matched"
-    keep_prefix: Annotated[StrictInt, Field(ge=1, description="X' starts with so many tokens of X")] | None = None
-    deadline_ms: Annotated[StrictInt, Field(ge=1)] | None = None
+    keep_prefix: (
+        Annotated[StrictInt, Field(ge=1, le=TOKENS_MAX, description="X' starts with so many tokens of X")] | None
+    ) = None
+    deadline_ms: Annotated[StrictInt, Field(ge=1, le=DEADLINE_MAX_MS)] | None = None
     retain: RetainBody = RetainBody()
 
     def to_contract(self, settings: Settings) -> Contract:
@@ -90,7 +94,7 @@ class SupersedeBody(_Strict):
 
     scope: ScopeName
     expected_epoch: EpochNumber | Literal["*"] = Field(description='the epoch to revoke; "*": whatever is current')
-    reason: Annotated[StrictStr, Field(max_length=256)] | None = None
+    reason: Annotated[StrictStr, Field(max_length=REASON_MAX_CHARS)] | None = None
     contract: ContractBody = ContractBody()
     successor: SuccessorBody | None = None
 

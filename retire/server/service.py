@@ -28,6 +28,7 @@ from retire.settings import Settings
 _log = logging.getLogger("vllm.retire")
 FENCE_WAIT_S = 60.0
 SETTLED_SCOPES = 4096
+SALTED_SCOPES = 65_536
 
 Utility = Callable[..., Awaitable[Any]]
 
@@ -37,8 +38,11 @@ class LiveStream(Protocol):
 
     epoch: Epoch
 
-    def revoke(self, superseded_by: int | None, fenced: asyncio.Event | None) -> None:
-        """The epoch has lost authority: end now.  `fenced` will tell when no row of it is computed any more."""
+    def revoke(self, superseded_by: int | None, fenced: asyncio.Event | None) -> bool:
+        """The epoch has lost authority: end now.  `fenced` will tell when no row of it is computed any more.
+
+        False: it had lost it already.
+        """
 
     def promise(self, tokens: int) -> None:
         """The successor starts with so many tokens of this request's."""
@@ -66,7 +70,9 @@ class Service:
         call_engine: Utility,
         engine_dead: Callable[[], bool],
         serves_model: Callable[[str], bool],
+        fingerprint: str | None = None,
     ) -> None:
+        self.fingerprint = fingerprint
         self.authority = authority
         self.settings = settings
         self.transitions = Transitions()
@@ -75,7 +81,7 @@ class Service:
         self.serves_model = serves_model
         self._streams: dict[tuple[TenantId, ScopeId], set[LiveStream]] = {}
         self._settled: OrderedDict[tuple[TenantId, ScopeId], list[dict[str, Any]]] = OrderedDict()
-        self._salts: dict[tuple[TenantId, ScopeId], str] = {}
+        self._salts: OrderedDict[tuple[TenantId, ScopeId], str] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # -- supersede ------------------------------------------------------------------------------------------------
@@ -101,7 +107,7 @@ class Service:
         number = uuid.uuid4().int
         if idempotency:
             number = xxhash.xxh3_128_intdigest(tenant.encode() + b"\0" + idempotency[0].encode() + b"\0" + digest)
-            earlier = self._answered(tenant, idempotency[0], digest)
+            earlier = self._answered(tenant, idempotency[0], digest, reason, contract)
             if earlier is not None:
                 return earlier
         self.require_engine(tenant, scope)
@@ -127,6 +133,8 @@ class Service:
         self._revoke_streams(record.tenant, record.scope, superseded_by=advanced.new_epoch, record=record)
         if contract.inherit.value == "none":
             self._salts[(tenant, record.scope)] = f"retire:{record.id}"
+            while len(self._salts) > SALTED_SCOPES:
+                self._salts.popitem(last=False)
         self._tell(
             {
                 "kind": "advanced",
@@ -157,7 +165,9 @@ class Service:
         )
         return Superseded(record, fresh=True, view=view)
 
-    def _answered(self, tenant: TenantId, key: str, digest: bytes) -> Superseded | None:
+    def _answered(
+        self, tenant: TenantId, key: str, digest: bytes, reason: str | None, contract: Contract
+    ) -> Superseded | None:
         found = self.authority.find_idempotent(tenant, key)
         if found is None:
             return None
@@ -173,10 +183,12 @@ class Service:
                 scope=ScopeId(found.scope),
                 old_epoch=Epoch(found.epoch - 1),
                 new_epoch=Epoch(found.epoch),
-                reason=None,
-                contract=Contract(),
+                reason=reason,  # the body is the same, so these are
+                contract=contract,
                 advanced_ns=now_ns(),
             )
+            record.fenced.set()  # nothing of that life computes any more
+            self.transitions.add(record)
         view = self.authority.view(tenant, found.scope)
         assert view is not None, "a scope that was superseded is known"
         return Superseded(record, fresh=False, view=view)
@@ -253,8 +265,8 @@ class Service:
     ) -> None:
         for stream in list(self.streams(tenant, scope)):
             if record is None or stream.epoch <= record.old_epoch:
-                stream.revoke(superseded_by, record.fenced if record is not None else None)
-                if record is not None:
+                first = stream.revoke(superseded_by, record.fenced if record is not None else None)
+                if record is not None and first:
                     record.published.append(stream.published())
 
     def salt(self, tenant: TenantId, scope: ScopeId) -> str | None:
@@ -282,7 +294,10 @@ class Service:
 
     async def engine_status(self) -> dict[str, int]:
         """What the engine holds for scopes right now."""
-        status: dict[str, int] = await self._call_engine("retire_event", {"kind": "status"})
+        try:
+            status: dict[str, int] = await self._call_engine("retire_event", {"kind": "status"})
+        except Exception as error:
+            raise EngineError(f"the engine does not answer: {error}") from error
         return status
 
     def _tell(self, event: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ class Transition:
                     {
                         "request": fact["request"],
                         "stopped": fact["stopped"],
-                        "obsolete_closed_ms": _ms(closed_ns - self.advanced_ns),
+                        "obsolete_closed_ms": _ms(max(0, closed_ns - self.advanced_ns)),  # 0: before
                         "frontier_tokens": fact["frontier_tokens"],
                         "safe_points": fact["safe_points"],
                         "longest_interval_ms": _ms(fact["longest_interval_ns"]),
