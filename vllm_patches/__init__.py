@@ -23,6 +23,8 @@ MODULES = (
     "engine_transition",
     "engine_facts",
     "foreign_ticket",
+    "output_queue_ticket",
+    "output_queue_gate",
     "worker_step",
     "worker_receipt",
     "model_forward",
