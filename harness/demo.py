@@ -29,6 +29,7 @@ MODEL = "smollm2"
 QUANTUM = 2048
 CONTEXT_TOKENS = 6400
 ANSWER_TOKENS = 48
+PATIENCE_S = 120.0
 INTO_QUANTUM = 0.15  # of a quantum's time: when the plan changes
 FLAGS = (
     "--enforce-eager",
@@ -96,11 +97,14 @@ class Story:
 
         The engine answers only between steps, so every answer that keeps us waiting marks a step's end.
         """
-        ended = 0
+        ended, waited_ms = 0, 0.0
+        deadline = time.monotonic() + PATIENCE_S
         while ended < number - 1:
             waited_ms = self._engine_answers_ms()
             if waited_ms > 10 * idle_ms + 20:
                 ended += 1
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"quantum {number} was never seen: its steps are too short to tell on this machine")
         time.sleep(waited_ms / 1000 * INTO_QUANTUM)
 
     def boundary_ms(self, idle_ms: float) -> float:
@@ -108,11 +112,14 @@ class Story:
         return self._engine_answers_ms() - idle_ms
 
     def transition(self, reply: Reply) -> dict[str, Any]:
-        """The record of the transition that a reply came from, once it is reclaimed."""
+        """The record of the transition that a reply came from, once it is closed."""
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             record: dict[str, Any] = httpx.get(self.url + reply.headers["location"], timeout=TIMEOUT_S).json()
-            if record["reclaimed"]:
+            if record["closed"]:
                 return record
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the transition did not close: {record}")
             time.sleep(0.05)
 
 

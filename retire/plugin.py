@@ -28,6 +28,8 @@ def general() -> None:
 def _one_clear_line() -> None:
     """A refused start-up ends with its reason, not with a traceback through vLLM."""
     earlier = sys.excepthook
+    if getattr(earlier, "__module__", None) == __name__:
+        return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, SeamError):

@@ -1,6 +1,7 @@
 """Settings of one server, read from the environment.
 
-`retire serve` writes them from its flags; a plain vLLM server with `VLLM_PLUGINS=retire` takes them as they are.
+`retire serve` has flags for some of them and writes those there; a plain vLLM server with `VLLM_PLUGINS=retire` takes
+them as they are.
 Every process of the server inherits the same environment, so all of them read the same values.
 """
 

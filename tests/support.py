@@ -91,7 +91,7 @@ def record_of(url: str, location: str) -> dict[str, Any]:
     deadline = time.monotonic() + 120
     while True:
         record: dict[str, Any] = httpx.get(url + location, timeout=TIMEOUT_S).json()
-        if record["reclaimed"] or time.monotonic() > deadline:
+        if record["closed"] or time.monotonic() > deadline:
             return record
         time.sleep(0.02)
 

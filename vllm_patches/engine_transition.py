@@ -18,7 +18,11 @@ def build(_original: None) -> Callable[..., Any]:
     """Hand the event to the scheduler's coordinator."""
 
     def retire_event(self: Any, event: Any) -> Any:
-        return self.scheduler.retire.told(event)
+        try:
+            return self.scheduler.retire.told(event)
+        except Exception as error:
+            self.scheduler.retire.defect = error  # vLLM turns it into a message; the next pass must not go on
+            raise
 
     return retire_event
 

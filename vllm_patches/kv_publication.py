@@ -3,7 +3,7 @@ Process: engine    Kind: wrap
 Why: block hashes are registered when a step is scheduled, which is safe only because a launched step always
     finishes; a stopped step would leave readable blocks that were never written (invariant 3).
 Delta: blocks of scoped requests are registered at the step's receipt; when the pool is full, a pin is given up and
-    the allocation tried again before a running request is preempted for it.
+    the allocation tried again before a running request is preempted for it, or when nothing else runs.
 No seam: `delay_cache_blocks` is an argument that the scheduler's own loop sets.
 Remove: when publication at step completion is an option upstream.
 """
@@ -27,7 +27,8 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
         if scoped:
             kwargs["delay_cache_blocks"] = True
         blocks = original(self, request, num_new_tokens, *args, **kwargs)
-        while blocks is None and coordinator.yield_pins(request.request_id):
+        needy = request.num_computed_tokens > 0 or not kwargs.get("has_scheduled_reqs", True)
+        while blocks is None and needy and coordinator.yield_pins(request.request_id):
             blocks = original(self, request, num_new_tokens, *args, **kwargs)
         if scoped and blocks is not None:
             coordinator.rows_allocated(request, kwargs.get("num_new_computed_tokens", 0), num_new_tokens)

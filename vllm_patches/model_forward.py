@@ -27,8 +27,8 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
         **model_kwargs: Any,
     ) -> Any:
         step = guard()
-        if self.use_aux_hidden_state_outputs:
-            step.armed = False  # the output has another shape; let the step finish
+        if not self.use_aux_hidden_state_outputs:  # then the output has another shape; let the step finish
+            step.arm()
         try:
             if step.armed:
                 step.safe_point()

@@ -44,6 +44,7 @@ class ScopeClient:
         self._lock = threading.Lock()
         self.scope = scope
         self.epoch = 0
+        self._dead = 0  # epochs up to this one are revoked, or about to be
 
     def __enter__(self) -> Self:
         return self
@@ -78,6 +79,8 @@ class ScopeClient:
             ServerRefused: anything else but 200.
         """
         headers = {"X-Retire-Supersedes": str(self.epoch) if self.epoch else "*"}
+        with self._lock:
+            self._dead = self.epoch
         if contract is not None:
             headers["X-Retire-Contract"] = json.dumps(dict(contract))
         if reason is not None:
@@ -112,7 +115,7 @@ class ScopeClient:
                 chunk: Chunk = json.loads(line[6:])
                 if "superseded_by" in chunk.get("retire", {}):
                     self._started(chunk["retire"]["superseded_by"])
-                if self.epoch != epoch:  # the client's own gate
+                if epoch <= self._dead:  # the client's own gate
                     return
                 yield chunk
         finally:
@@ -121,9 +124,13 @@ class ScopeClient:
     def _started(self, epoch: int) -> None:
         with self._lock:
             self.epoch = max(self.epoch, epoch)
+            self._dead = max(self._dead, self.epoch - 1)
 
     def _refused(self, status: int, answer: Mapping[str, Any]) -> None:
         error = answer.get("error") or {}
+        if answer.get("authority") == "unchanged":
+            with self._lock:
+                self._dead = min(self._dead, self.epoch - 1)
         current = error.get("current_epoch")
         if current is not None:
             self._started(current)

@@ -38,7 +38,7 @@ class InstallCertificate:
 
 @dataclass(frozen=True, slots=True)
 class StartCold:
-    """Let the successor run without inherited state, under a fresh cache generation, and report the refusal.
+    """Let the successor run without a certificate, and report the refusal.  What is published serves it as anybody.
 
     Follows the last receipt of every closing request.  Withdraws an `InstallCertificate` of the same request, so it
     precedes the `ReleasePins` of the same step.  Invariant 10: the refusal names the reason.

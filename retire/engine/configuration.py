@@ -1,6 +1,6 @@
 """Which vLLM configurations RETIRE can keep its guarantees in.
 
-Owns: the refusal list (DESIGN 7).  Strategy: refuse at start-up with one clear line; nothing degrades silently.
+Owns: the refusal list.  Strategy: refuse at start-up with one clear line; nothing degrades silently.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from retire.core.errors import SeamError
 def refusals(config: Any, *, api_processes: int) -> list[str]:
     """What in a VllmConfig stands in the way, one line each."""
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
-    connector = config.kv_transfer_config
+    connector, speculative = config.kv_transfer_config, config.speculative_config
     checks = [
         (parallel.tensor_parallel_size > 1, "tensor parallelism above 1 (one participant per step for now)"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism above 1"),
@@ -28,6 +28,10 @@ def refusals(config: Any, *, api_processes: int) -> list[str]:
             config.scheduler_config.async_scheduling,
             "asynchronous scheduling (--no-async-scheduling): several steps in flight are not fenced yet",
         ),
+        (
+            speculative is not None and speculative.use_eagle(),
+            "EAGLE or MTP: a chunk's last KV depends on the next token",
+        ),
         (config.use_v2_model_runner, "model runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)"),
     ]
     return [reason for stands, reason in checks if stands]
@@ -40,6 +44,18 @@ def check(config: Any, *, api_processes: int) -> None:
     found = refusals(config, api_processes=api_processes)
     if found:
         raise SeamError("RETIRE cannot serve this configuration: " + "; ".join(found))
+
+
+CERTIFIABLE = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
+
+
+def check_kv(kv_cache_config: Any, *, replay_tokens: int) -> None:
+    """Raise SeamError for KV groups whose blocks no certificate describes."""
+    kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
+    unknown = sorted(kinds - set(CERTIFIABLE))
+    if unknown or replay_tokens:
+        what = ", ".join(unknown) or "prefix replay"
+        raise SeamError(f"RETIRE cannot serve this model: its KV cache has {what}, which no certificate describes")
 
 
 def fingerprint_base(config: Any) -> str:

@@ -76,6 +76,7 @@ class Coordinator:
         self._expiry_ns: dict[TransitionId, int] = {}
         self.certificates: dict[RequestId, Certificate] = {}
         self.facts = Facts()
+        self.defect: Exception | None = None  # raised where nobody stops for it; the next pass does
 
     # -- requests come and go -------------------------------------------------------------------------------------
 
@@ -104,6 +105,8 @@ class Coordinator:
         self._place(request_id)
 
     def _place(self, request_id: RequestId) -> None:
+        if self.revoked(request_id):
+            return  # whatever its epoch was, it is over: the next sweep drops it
         tag = self._requests[request_id].tag
         key = (tag.tenant, tag.scope)
         state = self._states.get(key)
@@ -113,7 +116,6 @@ class Coordinator:
             self._early.setdefault(key, []).append(request_id)
         elif tag.epoch == state.epoch and not state.cancelled:
             self._feed(key, happened.RequestAdmitted(self._successor(request_id), tag.epoch))
-        # an older epoch, or a cancelled one: the table has revoked it, the next sweep drops it
 
     def may_run(self, request: Any) -> bool:
         """Whether the scheduler may start this waiting request now."""
@@ -157,6 +159,8 @@ class Coordinator:
 
     def before_schedule(self) -> None:
         """Start of a scheduling pass."""
+        if self.defect is not None:
+            raise self.defect
         self._steps.begin_pass()
         self._adopting = set()
         self.sweep()
@@ -383,7 +387,10 @@ class Coordinator:
     def _closed(self, transition: TransitionId, outcome: Outcome, current: Transition | None) -> None:
         self._expiry_ns.pop(transition, None)
         if outcome is Outcome.EXPIRED:  # nobody was there to be told why
-            reason = (current.refusal if current else None) or Refusal.EXPIRED
+            assert current is not None, "an open transition was there to expire"
+            deadline_ms = current.contract.deadline_ms
+            late = deadline_ms is not None and deadline_ms < current.contract.ttl_ms
+            reason = current.refusal or (Refusal.DEADLINE if late else Refusal.EXPIRED)
             self._report(transition, "refused", refusal=reason.value)
         self._report(transition, "closed", outcome=outcome.value)
 
@@ -424,7 +431,7 @@ class Coordinator:
                 "request": rid,
                 "frontier_tokens": holding.frontier_tokens if holding else 0,
                 "stopped": bool(receipt and receipt.stopped),
-                "closed_ns": receipt.closed_ns if receipt else None,
+                "obsolete_closed_ns": receipt.obsolete_closed_ns if receipt else None,
                 "safe_points": receipt.safe_points if receipt else 0,
                 "longest_interval_ns": receipt.longest_interval_ns if receipt else 0,
             }

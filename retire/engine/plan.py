@@ -12,7 +12,7 @@ from retire.core.types import RequestId, Ticket
 
 @dataclass(frozen=True, slots=True)
 class PlannedRows:
-    """One scoped request's rows of a step: tokens [`start`, `end`) of its sequence (c0 and c1 of DESIGN 4)."""
+    """One scoped request's rows of a step: tokens [`start`, `end`) of its sequence."""
 
     request: RequestId
     ticket: Ticket
@@ -38,12 +38,12 @@ class Receipt:
     """A participant's statement about one step.
 
     `stopped`: the step ended at a safe point; no row of it is complete.  Otherwise every row was computed in every
-    layer.  `closed_ns`: CLOCK_MONOTONIC, when obsolete rows were no longer computed.  `safe_points`: how many were
-    passed.  `longest_interval_ns`: the longest time between two of them.
+    layer: `frontier_ready`.  `obsolete_closed_ns`: CLOCK_MONOTONIC, when obsolete rows were no longer computed.
+    `safe_points`: how many were passed.  `longest_interval_ns`: the longest time between two of them.
     """
 
     seq: int
     stopped: bool
-    closed_ns: int
+    obsolete_closed_ns: int
     safe_points: int
     longest_interval_ns: int

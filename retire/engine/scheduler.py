@@ -32,6 +32,7 @@ class VersionedScheduler:
         seal.require()
         super().__init__(*args, **kwargs)
         scheduler: Any = self
+        configuration.check_kv(scheduler.kv_cache_config, replay_tokens=scheduler.prefix_replay_tokens)
         kv = scheduler.kv_cache_manager
         ownership = Ownership(kv.block_pool)
         base = configuration.fingerprint_base(scheduler.vllm_config)
@@ -155,5 +156,6 @@ def _request_fingerprint(request: Any) -> str:
     features = [
         (feature.identifier, feature.mm_position.offset, feature.mm_position.length) for feature in request.mm_features
     ]
-    embeds = id(request) if request.prompt_embeds is not None else None
-    return f"{lora.lora_name if lora else ''}|{request.cache_salt or ''}|{features}|{embeds}"
+    embeds = request.request_id if request.prompt_embeds is not None else None  # its tokens are placeholders
+    adapter = (lora.lora_name, lora.lora_path, lora.lora_int_id) if lora else ()
+    return f"{adapter}|{request.cache_salt or ''}|{features}|{embeds}"

@@ -45,10 +45,15 @@ class StepGuard:
         self._longest_ns = 0
 
     def begin(self, plan: StepPlan | None) -> None:
-        """A step starts."""
+        """A step starts.  It is armed where its model's forward is: only there can a fence be caught."""
         self._plan = plan
-        self.armed = plan is not None and plan.armed
+        self.armed = False
         self._stopped_ns = self._safe_points = self._longest_ns = 0
+        self._last_ns = time.monotonic_ns()
+
+    def arm(self) -> None:
+        """The model's forward begins: from here to its end the plan's safe points are live."""
+        self.armed = self._plan is not None and self._plan.armed
         self._last_ns = time.monotonic_ns()
 
     def safe_point(self) -> None:
@@ -71,7 +76,7 @@ class StepGuard:
         return Receipt(
             seq=plan.seq,
             stopped=self._stopped_ns > 0,
-            closed_ns=self._stopped_ns or time.monotonic_ns(),
+            obsolete_closed_ns=self._stopped_ns or time.monotonic_ns(),
             safe_points=self._safe_points,
             longest_interval_ns=self._longest_ns,
         )

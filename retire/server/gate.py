@@ -3,8 +3,8 @@
 Owns: admission of scoped requests, the last compare before a frame is written, the end of a superseded stream.
 Must not know: scheduling, KV.
 Strategy: the last gate is `Stream._publish`: drain the transport, compare the ticket, write, with no await between the
-compare and the write (invariant 1).  What lies behind it is bounded: the transport keeps no more than the frame that
-filled it, the socket's send buffer has a fixed size.
+compare and the write (invariant 1).  What lies behind it is bounded for streams: the transport keeps no more than the
+frame that filled it, the socket's send buffer has a fixed size (under TLS asyncio keeps a buffer of its own besides).
 """
 
 from __future__ import annotations
@@ -94,6 +94,12 @@ class Headers:
             raise InvalidRequest(f"{name} is an integer from 1 to 2**64 - 1", param=name)
         return int(value)
 
+    def refuse(self, *names: str, why: str) -> None:
+        """Raise InvalidRequest for a header that would be ignored here."""
+        for name in sorted(names):
+            if name in self._values:
+                raise InvalidRequest(f"header {name} has no meaning here: {why}", param=name)
+
     def reason(self) -> str | None:
         """`X-Retire-Reason`."""
         value = self._values.get("x-retire-reason")
@@ -164,6 +170,7 @@ class Exchange:
     async def supersede(self, headers: Headers, tenant: TenantId) -> None:
         """POST /supersede."""
         headers.require_json()
+        headers.refuse(*(KNOWN - {"x-retire-scope"}), why="the body says it")
         raw = await self._body()
         request = parse_supersede(raw)
         self._about = request.scope
@@ -202,6 +209,7 @@ class Exchange:
         if scope_name is None:
             raise InvalidRequest("X-Retire-Scope is missing", param="X-Retire-Scope")
         if expected is None:
+            headers.refuse("x-retire-contract", "x-retire-reason", why="only with X-Retire-Supersedes")
             body = _json_object(await self._body())
             view = self._join(tenant, scope_name, epoch, body)
             assert body is not None
@@ -599,15 +607,15 @@ class Stream:
 
     async def _publish(self, messages: list[Message], counts: list[Count]) -> None:
         """Write the frame if its epoch is current when it is written."""
-        await self._drain()
-        if self._closed:
-            return
-        if not self._service.authority.current(self._ticket):
-            metrics.SUPPRESSED.inc()
-            self._closed = True
-            self._revoked.set()
-            return
         for message in messages:
+            await self._drain()
+            if self._closed:
+                return
+            if not self._service.authority.current(self._ticket):
+                metrics.SUPPRESSED.inc()
+                self._closed = True
+                self._revoked.set()
+                return
             await self._exchange.send(message)  # does not suspend: the transport was drained just now
             self._started = True
         self._frames.account(counts)

@@ -15,7 +15,7 @@ from retire.settings import Settings
 
 NESTING_MAX = 200
 
-# Fields of a scoped request that no ticket can follow (DESIGN 7), with the reason that the client reads.
+# Fields of a scoped request that no ticket can follow, with the reason that the client reads.
 UNSUPPORTED = {
     "use_beam_search": "beam search runs requests that carry no ticket",
     "prompt_logprobs": "prompt logprobs would be computed over rows that a fence drops",

@@ -14,7 +14,6 @@ ScopeName = Annotated[StrictStr, Field(min_length=1, max_length=SCOPE_MAX_CHARS,
 EpochNumber = Annotated[StrictInt, Field(ge=1, le=EPOCH_MAX, examples=[3])]
 TOKENS_MAX = DEADLINE_MAX_MS = 2**31 - 1
 REASON_MAX_CHARS = 256
-SUCCESSOR_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 
 
 class _Strict(BaseModel):
@@ -130,7 +129,11 @@ class ScopeList(BaseModel):
 
 
 class TransitionInfo(BaseModel):
-    """GET /transitions/{id}.  `accepted`, `fenced` and `reclaimed` are separate facts; times are ms since ADVANCE."""
+    """GET /transitions/{id}.  Times are ms since ADVANCE.
+
+    `accepted`, `fenced`, `reclaimed` and `closed` are separate facts: a transition that was overtaken closes without
+    reclaiming, its pins live on in the next one.
+    """
 
     id: str
     scope: str
@@ -141,6 +144,7 @@ class TransitionInfo(BaseModel):
     accepted: bool
     fenced: bool
     reclaimed: bool
+    closed: bool
     outcome: str | None
     stages: dict[str, float]
     receipts: list[dict[str, Any]]

@@ -113,9 +113,6 @@ class Service:
         self.require_engine(tenant, scope)
         if idempotency:
             self.authority.remember_idempotent(tenant, idempotency[0], digest, transition=number, scope=scope)
-        for stream in self.streams(tenant, ScopeId(scope)):
-            if contract.keep_prefix_tokens is not None and expected in ("*", stream.epoch):
-                stream.promise(contract.keep_prefix_tokens)  # harmless while its epoch is current
         advanced_ns = now_ns()
         advanced = self.authority.advance(tenant, scope, expected, number)
         record = Transition(
@@ -128,6 +125,10 @@ class Service:
             contract=contract,
             advanced_ns=advanced_ns,
         )
+        if contract.keep_prefix_tokens is not None:
+            for stream in self.streams(tenant, record.scope):
+                if stream.epoch == advanced.old_epoch:
+                    stream.promise(contract.keep_prefix_tokens)
         self.transitions.add(record)
         record.published = self._settled.pop((tenant, record.scope), [])
         self._revoke_streams(record.tenant, record.scope, superseded_by=advanced.new_epoch, record=record)
@@ -320,9 +321,12 @@ class Service:
                 return
             cursor = batch["cursor"]
             for fact in batch["facts"]:
-                record = self.transitions.learn(fact)
-                if record is not None:
-                    metrics.observe(fact, record)
+                try:
+                    record = self.transitions.learn(fact)
+                    if record is not None:
+                        metrics.observe(fact, record)
+                except Exception:  # noqa: BLE001 - one fact that is not understood must not hide the next
+                    _log.exception("retire: could not take in %s", fact)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run beside everything else; kept alive until done."""

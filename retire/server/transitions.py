@@ -48,12 +48,12 @@ class Transition:
                 if stage is Stage.FENCE:
                     self.fenced.set()
             case "receipt":
-                closed_ns = fact["closed_ns"] or fact["at_ns"]
+                obsolete_closed_ns = fact["obsolete_closed_ns"] or fact["at_ns"]
                 self.receipts.append(
                     {
                         "request": fact["request"],
                         "stopped": fact["stopped"],
-                        "obsolete_closed_ms": _ms(max(0, closed_ns - self.advanced_ns)),  # 0: before
+                        "obsolete_closed_ms": _ms(max(0, obsolete_closed_ns - self.advanced_ns)),  # 0: before
                         "frontier_tokens": fact["frontier_tokens"],
                         "safe_points": fact["safe_points"],
                         "longest_interval_ms": _ms(fact["longest_interval_ns"]),
@@ -110,7 +110,8 @@ class Transition:
                 "retain": {"tier": contract.tier.value, "ttl_s": contract.ttl_ms / 1000},
             },
             "fenced": Stage.FENCE in self.ended_ns,
-            "reclaimed": Stage.RECLAIM in self.ended_ns or self.outcome is not None,
+            "reclaimed": Stage.RECLAIM in self.ended_ns,
+            "closed": self.outcome is not None,
             "outcome": self.outcome,
             "stages": dict(sorted(stages.items(), key=lambda item: item[1])),
             "receipts": self.receipts,

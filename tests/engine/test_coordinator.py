@@ -821,6 +821,25 @@ def test_a_request_arrives_late_at_a_scope_nobody_remembers(world: World) -> Non
     assert world.requests == {}
 
 
+@pytest.mark.parametrize("how", ["revived", "expired"])
+def test_a_late_request_of_a_dead_epoch_does_not_hold_up_the_living(world: World, how: str) -> None:
+    """Both come out of one drain after a long step; the dead one first."""
+    scope = world.scope()
+    tag = Tag(TENANT, scope.name, Epoch(1), world.table.issue(scope.slot, world.table.raw(scope.slot)))
+    if how == "revived":
+        scope.cancel()
+        world.deliver()
+        scope.revive()
+    else:
+        scope.supersede(ttl_ms=1)
+        world.pass_time(5)
+        world.retire.told({"kind": "wake"})
+    world.arrive(FakeRequest("late", PROMPT, 4, ""), tag)
+    new = world.admit(scope, REVISED)
+    world.run()
+    assert world.finished == [new]
+
+
 def test_a_request_arrives_late_while_a_cancelled_scope_still_closes(world: World) -> None:
     """It must be dropped like any revoked request; an error here would end the engine."""
     scope = world.scope()
@@ -970,7 +989,9 @@ def test_a_step_without_its_receipt_is_a_defect(tmp_path: Path, seq: int | None)
     world = World(tmp_path)
     world.admit(world.scope(), PROMPT)
     step = world.schedule()
-    receipt = None if seq is None else Receipt(seq, stopped=False, closed_ns=1, safe_points=0, longest_interval_ns=0)
+    receipt = (
+        None if seq is None else Receipt(seq, stopped=False, obsolete_closed_ns=1, safe_points=0, longest_interval_ns=0)
+    )
     with pytest.raises(InvariantViolation, match="invariant 7"):
         world.retire.step_ended(step, receipt)
     world.close()
@@ -982,7 +1003,7 @@ def test_receipts_out_of_order_are_a_defect(tmp_path: Path) -> None:
     world.schedule(8)
     second = world.schedule(8)
     assert second is not None
-    receipt = Receipt(second.retire_plan.seq, stopped=False, closed_ns=1, safe_points=0, longest_interval_ns=0)
+    receipt = Receipt(second.retire_plan.seq, stopped=False, obsolete_closed_ns=1, safe_points=0, longest_interval_ns=0)
     with pytest.raises(InvariantViolation, match="invariant 7"):
         world.retire.step_ended(second, receipt)
     world.close()
@@ -1072,7 +1093,7 @@ def test_a_receipt_from_before_a_preemption_says_nothing_about_the_new_blocks(wo
     world.preempt(old)
     world.cache.clear()
     assert world.retire.leftovers()["steps_in_flight"] == 1
-    receipt = Receipt(first.retire_plan.seq, stopped=False, closed_ns=1, safe_points=1, longest_interval_ns=1)
+    receipt = Receipt(first.retire_plan.seq, stopped=False, obsolete_closed_ns=1, safe_points=1, longest_interval_ns=1)
     world.retire.step_ended(first, receipt)
     assert old not in world.published
     world.step(8)

@@ -399,6 +399,7 @@ def config(**changes: object) -> SimpleNamespace:
         "model_config.is_attention_free": False,
         "scheduler_config.async_scheduling": False,
         "kv_transfer_config": None,
+        "speculative_config": None,
         "use_v2_model_runner": False,
     }
     owners = ("parallel_config", "cache_config", "model_config", "scheduler_config")
@@ -428,6 +429,7 @@ def test_a_plain_configuration_is_served() -> None:
         ("model_config.is_attention_free", True, "Mamba"),
         ("cache_config.enable_prefix_caching", False, "--no-enable-prefix-caching"),
         ("scheduler_config.async_scheduling", True, "--no-async-scheduling"),
+        ("speculative_config", SimpleNamespace(use_eagle=lambda: True), "EAGLE"),
         ("use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER"),
     ],
 )

@@ -362,8 +362,8 @@ def test_a_record_tells_what_was_published_and_accepted_fenced_reclaimed_are_sep
     http.post(server.url + CHAT, json=chat(2), headers={"X-Retire-Scope": scope})
     told = record(server.url, location)
     assert set(told) == {
-        "id", "scope", "old_epoch", "new_epoch", "reason", "contract", "accepted", "fenced", "reclaimed", "outcome",
-        "stages", "receipts", "certificate", "refusal", "adopted_blocks", "inherited_tokens", "published",
+        "id", "scope", "old_epoch", "new_epoch", "reason", "contract", "accepted", "fenced", "reclaimed", "closed",
+        "outcome", "stages", "receipts", "certificate", "refusal", "adopted_blocks", "inherited_tokens", "published",
     }  # fmt: skip
     (published,) = told["published"]
     assert published["epoch"] == 1

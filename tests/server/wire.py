@@ -80,7 +80,7 @@ def at_epoch_1(url: str, scope: str) -> None:
     assert answer.headers["x-retire-epoch"] == "1", answer.text
 
 
-def record(url: str, location: str, until: str = "reclaimed") -> dict[str, Any]:
+def record(url: str, location: str, until: str = "closed") -> dict[str, Any]:
     """The transition's record, once `until` holds."""
 
     def look() -> dict[str, Any] | None:
