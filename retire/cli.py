@@ -209,7 +209,7 @@ def _supersede(args: argparse.Namespace, _rest: list[str]) -> int:
 
 def _status(args: argparse.Namespace, _rest: list[str]) -> int:
     with _client(args) as client:
-        answers = {"health": client.get("/retire/status"), "scopes": client.get("/scopes")}
+        answers = {"status": client.get("/retire/status"), "scopes": client.get("/scopes")}
     for answer in answers.values():
         if not answer.is_success:
             return _report(answer)
