@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from retire import seal
 from retire.core.errors import CallerError, EngineError, NotFound
 from retire.core.types import Epoch, ScopeId, TenantId
-from retire.server.gate import scope_headers
+from retire.server.gate import GATED, scope_headers
 from retire.server.schemas import Accepted, ScopeInfo, ScopeList, ServerStatus, SupersedeBody, TransitionInfo
 from retire.server.service import Service
 
@@ -23,7 +23,6 @@ router = APIRouter(tags=["retire"])
 ScopePath = Annotated[str, Path(description="a scope of the caller's tenant", examples=["plan-7"])]
 
 
-SCOPED_ROUTES = ("/v1/chat/completions", "/v1/completions")
 SCOPE_HEADERS = {
     "X-Retire-Scope": ("the request joins this scope", "plan-7"),
     "X-Retire-Epoch": ("under this epoch; without it, under the current one", 3),
@@ -43,7 +42,7 @@ def document_headers(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         schema = generate()
-        for path in SCOPED_ROUTES:
+        for path in GATED:
             operation = schema.get("paths", {}).get(path, {}).get("post")
             if operation is not None and not any(
                 p["name"] == "X-Retire-Scope" for p in operation.get("parameters", [])
