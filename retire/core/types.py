@@ -68,11 +68,15 @@ class Refusal(Enum):
     FINGERPRINT = "fingerprint"  # model, adapter, cache generation or layout differ
     GENERATION = "generation"  # a block was handed to another owner
     TENANT = "tenant"  # the holding belongs to another tenant
+    QUOTA = "quota"  # the tenant may keep nothing more; the successor runs in a fresh cache generation
+    UNPROFITABLE = "unprofitable"  # reuse would cost more than it saves
+    OFF_GRID = "off_grid"  # equivalence exact: the prefix was not computed in the chunks of a clean run
+    EXACT_UNAVAILABLE = "exact_unavailable"  # equivalence exact: this configuration cannot promise it
     EXPIRED = "expired"  # the pins outlived their time
     DEADLINE = "deadline"  # the successor came after the contract's deadline
-    PRESSURE = "pressure"  # the pool needed the blocks
     REVOKED = "revoked"  # weights, adapters or the cache changed in between
-    NOT_ADOPTED = "not_adopted"  # the engine's block table did not show the certified blocks
+    CORRUPT = "corrupt"  # a page in host memory no longer matched its digest
+    TRANSFER = "transfer"  # the restore from host memory failed or came too late
 
 
 class Outcome(Enum):
@@ -129,6 +133,18 @@ class BlockRef:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRef:
+    """One KV page in host memory: all layers of one block of one group.  `digest`: XXH3-128 of its bytes."""
+
+    slot: int
+    digest: int
+
+
+PageRef = BlockRef | HostRef | None
+"""A page of a certificate; None where a window has let it go."""
+
+
+@dataclass(frozen=True, slots=True)
 class KVGroup:
     """Geometry of a KV cache group.  `window_tokens` is None for full attention."""
 
@@ -142,7 +158,9 @@ class Holding:
 
     `tokens` covers at least `frontier_tokens` positions; `groups[g][i]` is the i-th block of group g,
     None where a sliding window has let it go.  `frontier_tokens` counts the tokens whose KV every
-    participant has written in every layer (invariant 3).
+    participant has written in every layer (invariant 3).  `grid_tokens`: the prefix that was computed in the very
+    chunks of a clean run, alone in its steps.  `guaranteed`: every block is kept by a pin; else some are readable only
+    until they are reused.  `host`: the copy in host memory, shaped like `groups`.
     """
 
     request: RequestId
@@ -151,6 +169,9 @@ class Holding:
     frontier_tokens: TokenCount
     fingerprint: str
     groups: tuple[tuple[BlockRef | None, ...], ...]
+    grid_tokens: TokenCount = TokenCount(0)
+    guaranteed: bool = True
+    host: tuple[tuple[HostRef | None, ...], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +190,8 @@ class Certificate:
 
     Covers tokens [0, `tokens`); `groups[g]` lists tokens / block size entries, positional from 0.
     `source` is the request that wrote the blocks, `target` the one that may adopt them,
-    `transfer` the transition that carries them over.
+    `transfer` the transition that carries them over.  `tier` HBM: the groups list device blocks to alias; DRAM: pages
+    of host memory to restore into blocks of the target.
     """
 
     tenant: TenantId
@@ -179,4 +201,5 @@ class Certificate:
     target: RequestId
     tokens: TokenCount
     fingerprint: str
-    groups: tuple[tuple[BlockRef | None, ...], ...]
+    groups: tuple[tuple[PageRef, ...], ...]
+    tier: Tier = Tier.HBM
