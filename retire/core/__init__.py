@@ -4,11 +4,11 @@
 `types`; `check(state)` proves a state sound.
 """
 
-from .certificate import best, boundary, certify, common_prefix
+from .certificate import Geometry, best, boundary, certify, common_prefix, promised
 from .effects import Effect
 from .events import Event
 from .invariants import Invariant, check
-from .transition import TABLE, Geometry, ScopeState, Transition, mermaid, step
+from .transition import TABLE, ScopeState, Transition, mermaid, step
 
 __all__ = [
     "TABLE",
@@ -24,5 +24,6 @@ __all__ = [
     "check",
     "common_prefix",
     "mermaid",
+    "promised",
     "step",
 ]

@@ -29,8 +29,9 @@ class CloseRequests:
 class InstallCertificate:
     """Let the certificate's target alias the certified blocks, read its table back, then let it run.
 
-    Follows the last receipt of every closing request (invariants 3 and 4).  Answer with `CertificateAdopted` or
-    `AdoptionFailed`; the pins stay until then.
+    Of tier DRAM: restore the pages into blocks of the target first, verified.  Follows the last receipt of every
+    closing request (invariants 3 and 4).  Answer with `CertificateAdopted` or `AdoptionFailed`; the pins stay until
+    then.  A second one for the same target takes the place of the first.
     """
 
     certificate: Certificate
@@ -40,8 +41,9 @@ class InstallCertificate:
 class StartCold:
     """Let the successor run without a certificate, and report the refusal.  What is published serves it as anybody.
 
-    Follows the last receipt of every closing request.  Withdraws an `InstallCertificate` of the same request, so it
-    precedes the `ReleasePins` of the same step.  Invariant 10: the refusal names the reason.
+    Refused by QUOTA it reads nothing: its cache generation is fresh.  Follows the last receipt of every closing
+    request.  Withdraws an `InstallCertificate` of the same request, so it precedes the `ReleasePins` of the same step.
+    Invariant 10: the refusal names the reason.
     """
 
     request: RequestId
@@ -56,8 +58,29 @@ class StartFresh:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadPages:
+    """Copy the holding's pages to host memory; answer with `PagesOffloaded`, whatever happens.
+
+    Follows the last receipt of every closing request (invariant 5).  The pins stay until `ReturnBlocks` or the release.
+    """
+
+    holding: Holding
+    transition: TransitionId
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnBlocks:
+    """The pages live in host memory now: give the device blocks back.  They stay readable until they are reused.
+
+    Follows the verified copy of every page.  The holding itself stays owned.
+    """
+
+    holding: Holding
+
+
+@dataclass(frozen=True, slots=True)
 class ReleasePins:
-    """Drop the pins of these holdings; the protocol has forgotten them (invariant 6: the one release).
+    """Drop these holdings' pins and pages in host memory; the protocol has forgotten them (invariant 6: once).
 
     Follows whatever ended their use: the verified adoption (the successor's own references keep the blocks live),
     or the `StartCold` or `CloseRequests` that withdrew the installation.  Never empty.
@@ -85,4 +108,14 @@ class ReportClosed:
     outcome: Outcome
 
 
-Effect = CloseRequests | InstallCertificate | StartCold | StartFresh | ReleasePins | ReportStage | ReportClosed
+Effect = (
+    CloseRequests
+    | InstallCertificate
+    | StartCold
+    | StartFresh
+    | OffloadPages
+    | ReturnBlocks
+    | ReleasePins
+    | ReportStage
+    | ReportClosed
+)

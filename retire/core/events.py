@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .types import Contract, Epoch, Holding, Refusal, RequestId, Successor, TransitionId
+    from .types import Contract, Epoch, Holding, HostRef, Refusal, RequestId, Successor, TransitionId
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,16 @@ class EpochAdvanced:
     """The authority table holds `new_epoch` (paper 5.2, ADVANCE): the store has already happened.
 
     Messages may be lost, so `new_epoch` may lie further ahead than one; never at or behind the known epoch.
+    `left` hands over pins on what requests of the old epoch wrote that had finished before the store; `refusal` names
+    why something of that is not offered.
     """
 
     transition: TransitionId
     old_epoch: Epoch
     new_epoch: Epoch
     contract: Contract
+    left: tuple[Holding, ...] = ()
+    refusal: Refusal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +45,13 @@ class RequestClosed:
     """The receipts of a closing request are complete: `obsolete_closed` and `frontier_ready` of every participant.
 
     `holding` hands over pins already taken on the written blocks.  It is None when there are none to give, and
-    when any participant's receipt is missing: invariant 7 fails closed to cold.
+    when any participant's receipt is missing: invariant 7 fails closed to cold.  `refusal` then names why blocks that
+    were written are not offered.
     """
 
     request: RequestId
     holding: Holding | None
+    refusal: Refusal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +71,30 @@ class CertificateAdopted:
 
 @dataclass(frozen=True, slots=True)
 class AdoptionFailed:
-    """The certificate could not be installed, or the block table did not show it; the successor has not run."""
+    """The certificate could not be installed; the successor has not run.
+
+    GENERATION: blocks that no pin guaranteed were reused since ALIGN; what is left of the holding is certified anew.
+    CORRUPT, TRANSFER: the pages in host memory did not come back as they were, or not in time.
+    """
 
     request: RequestId
     refusal: Refusal
 
 
 @dataclass(frozen=True, slots=True)
-class PinsExpired:
-    """The transition's pins outlived the contract's `ttl_ms`, counted from their birth."""
+class PagesOffloaded:
+    """The answer to `OffloadPages`: every page of the holding has its copy in host memory, shaped like its groups.
 
-    transition: TransitionId
+    `host` is None when there was no room, or the copy failed; the holding is as it was.
+    """
+
+    request: RequestId
+    host: tuple[tuple[HostRef | None, ...], ...] | None
 
 
 @dataclass(frozen=True, slots=True)
-class PinsYielded:
-    """The pool needs the transition's best-effort pins back."""
+class PinsExpired:
+    """The transition's pins outlived the contract's `ttl_ms`, counted from their birth."""
 
     transition: TransitionId
 
@@ -102,8 +116,8 @@ Event = (
     | RequestFinished
     | CertificateAdopted
     | AdoptionFailed
+    | PagesOffloaded
     | PinsExpired
-    | PinsYielded
     | CertificatesRevoked
     | ScopeCancelled
 )

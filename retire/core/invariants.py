@@ -11,9 +11,11 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from .errors import InvariantViolation
-from .types import EPOCH_MAX, BlockRef, Certificate, Holding, Stage
+from .types import EPOCH_MAX, Certificate, Holding, PageRef, Stage, Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .transition import ScopeState, Transition
 
 
@@ -90,6 +92,7 @@ def _check_holdings(state: ScopeState, t: Transition) -> None:
     require(len(sources) == len(set(sources)), Invariant.PINS, "a holding is owned twice")
     require(not set(sources) & (state.live | t.closing), Invariant.WRITTEN_BEFORE_READ, "a writer is not closed")
     require(t.refusal is None or not t.holdings, Invariant.NAMED_REFUSAL, "pins are kept after a refusal")
+    require(t.copying <= set(sources), Invariant.PINS, "pages are copied that are not held")
     for holding in t.holdings:
         require(holding.tenant == state.tenant, Invariant.ISOLATION, "a holding is another tenant's")
         written = holding.frontier_tokens <= len(holding.tokens)
@@ -114,11 +117,12 @@ def _check_certificate(state: ScopeState, t: Transition, certificate: Certificat
     same_prefix = list(source.tokens[:n]) == list(successor.tokens[:n])
     require(same_prefix, Invariant.CERTIFIED, "the prefix differs")
     require(len(certificate.groups) == len(source.groups), Invariant.CERTIFIED, "group counts differ")
-    for certified, held in zip(certificate.groups, source.groups, strict=True):
-        require(_is_prefix(certified, held), Invariant.CERTIFIED, "a certified block is not the source's")
+    pages: Sequence[Sequence[PageRef]] = source.groups if certificate.tier is Tier.HBM else source.host or ()
+    for certified, held in zip(certificate.groups, pages, strict=True):
+        require(_is_prefix(certified, held), Invariant.CERTIFIED, "a certified page is not the source's")
 
 
-def _is_prefix(certified: tuple[BlockRef | None, ...], held: tuple[BlockRef | None, ...]) -> bool:
+def _is_prefix(certified: Sequence[PageRef], held: Sequence[PageRef]) -> bool:
     """Block for block, except that blocks before a window (always a head) are left out."""
     head = next((i for i, ref in enumerate(certified) if ref is not None), len(certified))
     return certified[head:] == held[head : len(certified)]

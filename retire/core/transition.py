@@ -16,14 +16,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from .certificate import Generations, best
+from .certificate import Geometry, best
 from .effects import (
     CloseRequests,
     Effect,
     InstallCertificate,
+    OffloadPages,
     ReleasePins,
     ReportClosed,
     ReportStage,
+    ReturnBlocks,
     StartCold,
     StartFresh,
 )
@@ -34,8 +36,8 @@ from .events import (
     CertificatesRevoked,
     EpochAdvanced,
     Event,
+    PagesOffloaded,
     PinsExpired,
-    PinsYielded,
     RequestAdmitted,
     RequestClosed,
     RequestFinished,
@@ -47,8 +49,8 @@ from .types import (
     Contract,
     Epoch,
     Holding,
+    HostRef,
     Inherit,
-    KVGroup,
     Outcome,
     Refusal,
     RequestId,
@@ -56,21 +58,14 @@ from .types import (
     Stage,
     Successor,
     TenantId,
+    Tier,
     TransitionId,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 NOBODY: Final[frozenset[RequestId]] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """What ALIGN asks the engine: the KV groups, and which generation a block has now."""
-
-    groups: Sequence[KVGroup]
-    generations: Generations
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +76,8 @@ class Transition:
     `holdings`: pins owned here and nowhere else (invariant 6); in RESUME only the certificate's source.
     `successor`: the first request of the new epoch; waits in FENCE, installs in RESUME.
     `refusal`: why nothing is or will be held; set as soon as it is known (invariant 10).
+    `unkept`: why something that was written is not held; the refusal if nothing else is.
+    `copying`: sources of the holdings that are being copied to host memory.
     """
 
     id: TransitionId
@@ -93,6 +90,8 @@ class Transition:
     successor: Successor | None = None
     certificate: Certificate | None = None
     refusal: Refusal | None = None
+    unkept: Refusal | None = None
+    copying: frozenset[RequestId] = NOBODY
 
 
 Place = Stage | Literal[Outcome.CANCELLED] | None
@@ -163,7 +162,12 @@ def _advance(state: ScopeState, event: EpochAdvanced, env: Geometry) -> Step:
     _expect(event.old_epoch >= state.epoch, f"late: epoch {event.old_epoch} was passed, {state.epoch} is current")
     _expect(event.new_epoch > event.old_epoch, f"epoch {event.new_epoch} does not follow {event.old_epoch}")
     _expect(overtaken is None or overtaken.id != event.transition, f"transition {event.transition} is open already")
+    owned = {holding.request for holding in state.holdings}
+    for holding in event.left:
+        _expect(holding.tenant == state.tenant, f"the holding of {holding.request} is another tenant's")
+        _expect(holding.request not in owned, f"{holding.request} handed over its pins already")
     closing = state.live | state.leaving | state.closing
+    holdings = (*state.holdings, *event.left)
     refusal = None if event.contract.inherit is Inherit.CERTIFIED else Refusal.NOT_WANTED
     opened = Transition(
         id=event.transition,
@@ -172,18 +176,21 @@ def _advance(state: ScopeState, event: EpochAdvanced, env: Geometry) -> Step:
         contract=event.contract,
         stage=Stage.FENCE if closing else Stage.ALIGN,
         closing=closing,
-        holdings=() if refusal else state.holdings,
+        holdings=() if refusal else holdings,
         refusal=refusal,
+        unkept=event.refusal or (overtaken.unkept if overtaken is not None else None),
+        copying=overtaken.copying if overtaken is not None and not refusal else NOBODY,
     )
     effects: list[Effect] = [ReportStage(opened.id, Stage.ADVANCE)]
     if state.live:
         effects.append(CloseRequests(state.live))
     if refusal:
-        effects.extend(_release(state.holdings))
+        effects.extend(_release(holdings))
     if overtaken is not None:
         effects.append(ReportClosed(overtaken.id, Outcome.OVERTAKEN))
     if not closing:
-        effects.append(ReportStage(opened.id, Stage.FENCE))
+        opened, copies = _to_host(opened, env)
+        effects.extend((ReportStage(opened.id, Stage.FENCE), *copies))
     return replace(state, epoch=event.new_epoch, live=NOBODY, leaving=NOBODY, transition=opened), tuple(effects)
 
 
@@ -197,6 +204,8 @@ def _close_in_fence(state: ScopeState, event: RequestClosed, env: Geometry) -> S
         return _close_stranger(state, event, env)
     offered = _offered(state, event)
     if transition.refusal is None:
+        if event.refusal is not None:
+            state = replace(state, transition=replace(transition, unkept=event.refusal))
         return _closed(state, event.request, offered, env)
     after, effects = _closed(state, event.request, (), env)
     return after, (*_release(offered), *effects)
@@ -212,7 +221,8 @@ def _closed(state: ScopeState, request: RequestId, kept: tuple[Holding, ...], en
     transition = replace(transition, stage=Stage.ALIGN)
     fenced = ReportStage(transition.id, Stage.FENCE)
     if transition.successor is None:
-        return replace(state, transition=transition), (fenced,)
+        transition, copies = _to_host(transition, env)
+        return replace(state, transition=transition), (fenced, *copies)
     after, effects = _align(state, transition, transition.successor, env)
     return after, (fenced, *effects)
 
@@ -223,6 +233,36 @@ def _close_stranger(state: ScopeState, event: RequestClosed, env: Geometry) -> S
     offered = _offered(state, event)
     _expect(bool(offered) or event.request in state.leaving, f"{event.request} is unknown, or closed already")
     return replace(state, leaving=state.leaving - {event.request}), _release(offered)
+
+
+def _to_host(transition: Transition, env: Geometry) -> tuple[Transition, tuple[OffloadPages, ...]]:
+    """Nobody is here to adopt yet: what the contract wants in host memory, or no pin guarantees, is copied there."""
+    wanted = [
+        holding
+        for holding in transition.holdings
+        if holding.host is None
+        and holding.request not in transition.copying
+        and (transition.contract.tier is Tier.DRAM or not holding.guaranteed)
+        and env.offloads
+        and env.pays(holding.frontier_tokens, Tier.DRAM)
+    ]
+    copying = transition.copying | {holding.request for holding in wanted}
+    return replace(transition, copying=copying), tuple(OffloadPages(holding, transition.id) for holding in wanted)
+
+
+def _offloaded(state: ScopeState, event: PagesOffloaded, env: Geometry) -> Step:
+    """The copy is complete, or never will be.  Device blocks go back unless they are being installed."""
+    transition = _open(state)
+    _expect(event.request in transition.copying, f"no copy of {event.request} is awaited")
+    transition = replace(transition, copying=transition.copying - {event.request})
+    if event.host is None:
+        return replace(state, transition=transition), ()
+    copied = {h.request: replace(h, host=event.host) for h in transition.holdings if h.request == event.request}
+    holdings = tuple(copied.get(holding.request, holding) for holding in transition.holdings)
+    after = replace(state, transition=replace(transition, holdings=holdings))
+    if transition.stage is Stage.RESUME:
+        return after, ()
+    return after, (ReturnBlocks(copied[event.request]),)
 
 
 # ALIGN
@@ -245,24 +285,37 @@ def _admit_fresh(state: ScopeState, event: RequestAdmitted, env: Geometry) -> St
     return _admitted(state, event), (StartFresh(event.successor.request),)
 
 
-def _align(state: ScopeState, transition: Transition, successor: Successor, env: Geometry) -> Step:
-    """Certify the longest valid prefix, or start cold by name.  Every writer is closed by now (invariant 4)."""
+def _align(
+    state: ScopeState, transition: Transition, successor: Successor, env: Geometry, failed: Refusal | None = None
+) -> Step:
+    """Certify the longest valid prefix, or start cold by name.  Every writer is closed by now (invariant 4).
+
+    `failed`: why an earlier certificate was not adopted; it stands when nothing else can be certified.
+    """
     aligned = ReportStage(transition.id, Stage.ALIGN)
     transition = replace(transition, successor=successor)
-    found = transition.refusal or best(
-        transition.holdings,
-        successor,
-        scope=state.scope,
-        transfer=transition.id,
-        groups=env.groups,
-        generations=env.generations,
-    )
+    found: tuple[Holding, Certificate] | Refusal
+    if transition.refusal is not None:
+        found = transition.refusal
+    elif transition.unkept is not None and not transition.holdings:
+        found = transition.unkept
+    else:
+        equivalence = transition.contract.equivalence
+        found = best(
+            transition.holdings, successor, scope=state.scope, transfer=transition.id, equivalence=equivalence, env=env
+        )
     if isinstance(found, Refusal):
-        after, (start, *rest) = _start_cold(state, transition, found)
+        after, (start, *rest) = _start_cold(state, transition, failed or found)
         return after, (start, aligned, *rest)
     chosen, certificate = found
     others = tuple(holding for holding in transition.holdings if holding is not chosen)
-    transition = replace(transition, stage=Stage.RESUME, holdings=(chosen,), certificate=certificate)
+    transition = replace(
+        transition,
+        stage=Stage.RESUME,
+        holdings=(chosen,),
+        certificate=certificate,
+        copying=transition.copying & {chosen.request},
+    )
     return replace(state, transition=transition), (InstallCertificate(certificate), *_release(others), aligned)
 
 
@@ -272,8 +325,12 @@ def _align(state: ScopeState, transition: Transition, successor: Successor, env:
 def _adopt(state: ScopeState, event: CertificateAdopted, env: Geometry) -> Step:
     """The successor's own references keep the blocks live from here on; the pins have served."""
     transition, certificate = _installing(state, event.request)
-    certified = tuple(tuple(None if ref is None else ref.block for ref in group) for group in certificate.groups)
-    require(event.blocks == certified, Invariant.CERTIFIED, f"{event.request} adopted other blocks than certified")
+    for adopted, certified in zip(event.blocks, certificate.groups, strict=True):
+        as_certified = len(adopted) == len(certified) and all(
+            page is None or (block is not None if isinstance(page, HostRef) else block == page.block)
+            for block, page in zip(adopted, certified, strict=True)
+        )
+        require(as_certified, Invariant.CERTIFIED, f"{event.request} adopted other blocks than certified")
     resumed = ReportStage(transition.id, Stage.RESUME)
     reclaimed = ReportStage(transition.id, Stage.RECLAIM)
     closed = ReportClosed(transition.id, Outcome.INHERITED)
@@ -281,8 +338,14 @@ def _adopt(state: ScopeState, event: CertificateAdopted, env: Geometry) -> Step:
 
 
 def _fail_adoption(state: ScopeState, event: AdoptionFailed, env: Geometry) -> Step:
+    """What the device still holds may do; else the successor starts cold, and the failure is the reason."""
     transition, _ = _installing(state, event.request)
-    return _start_cold(state, transition, event.refusal)
+    assert transition.successor is not None, "RESUME has a successor"
+    successor, holdings = transition.successor, transition.holdings
+    if event.refusal is not Refusal.GENERATION:
+        holdings = tuple(replace(holding, host=None) for holding in holdings)
+    transition = replace(transition, holdings=holdings, certificate=None)
+    return _align(state, transition, successor, env, failed=event.refusal)
 
 
 def _start_cold(state: ScopeState, transition: Transition, refusal: Refusal) -> Step:
@@ -313,12 +376,11 @@ def _finish(state: ScopeState, event: RequestFinished, env: Geometry) -> Step:
 
 LOSSES: Final[dict[type[Event], Refusal]] = {
     PinsExpired: Refusal.EXPIRED,
-    PinsYielded: Refusal.PRESSURE,
     CertificatesRevoked: Refusal.REVOKED,
 }
 
 
-def _lose_pins(state: ScopeState, event: PinsExpired | PinsYielded | CertificatesRevoked, env: Geometry) -> Step:
+def _lose_pins(state: ScopeState, event: PinsExpired | CertificatesRevoked, env: Geometry) -> Step:
     """Nothing will be inherited.  The first reason stands, and a repeated loss finds nothing left to release."""
     transition = _open(state)
     if not isinstance(event, CertificatesRevoked):
@@ -326,7 +388,7 @@ def _lose_pins(state: ScopeState, event: PinsExpired | PinsYielded | Certificate
     refusal = LOSSES[type(event)]
     if transition.stage is Stage.RESUME:
         return _start_cold(state, transition, refusal)
-    bare = replace(transition, holdings=(), refusal=transition.refusal or refusal)
+    bare = replace(transition, holdings=(), copying=NOBODY, refusal=transition.refusal or refusal)
     return replace(state, transition=bare), _release(transition.holdings)
 
 
@@ -422,15 +484,15 @@ TABLE: Final[dict[tuple[Place, type[Event]], Row]] = {
     (FENCE, RequestAdmitted): Row(_admit_waiting, (FENCE,)),
     (FENCE, RequestClosed): Row(_close_in_fence, (FENCE, ALIGN, RESUME, IDLE)),
     (FENCE, RequestFinished): Row(_finish, (FENCE, ALIGN, RESUME, IDLE)),
+    (FENCE, PagesOffloaded): Row(_offloaded, (FENCE,)),
     (FENCE, PinsExpired): Row(_lose_pins, (FENCE,)),
-    (FENCE, PinsYielded): Row(_lose_pins, (FENCE,)),
     (FENCE, CertificatesRevoked): Row(_lose_pins, (FENCE,)),
     (FENCE, ScopeCancelled): Row(_cancel, (CANCELLED,)),
     (ALIGN, EpochAdvanced): Row(_advance, (ALIGN,)),
     (ALIGN, RequestAdmitted): Row(_admit_aligning, (RESUME, IDLE)),
     (ALIGN, RequestClosed): Row(_close_stranger, (ALIGN,)),
+    (ALIGN, PagesOffloaded): Row(_offloaded, (ALIGN,)),
     (ALIGN, PinsExpired): Row(_expire_unclaimed, (IDLE,)),
-    (ALIGN, PinsYielded): Row(_lose_pins, (ALIGN,)),
     (ALIGN, CertificatesRevoked): Row(_lose_pins, (ALIGN,)),
     (ALIGN, ScopeCancelled): Row(_cancel, (CANCELLED,)),
     (RESUME, EpochAdvanced): Row(_advance, (FENCE,)),
@@ -438,9 +500,9 @@ TABLE: Final[dict[tuple[Place, type[Event]], Row]] = {
     (RESUME, RequestClosed): Row(_close_stranger, (RESUME,)),
     (RESUME, RequestFinished): Row(_finish, (RESUME, IDLE)),
     (RESUME, CertificateAdopted): Row(_adopt, (IDLE,)),
-    (RESUME, AdoptionFailed): Row(_fail_adoption, (IDLE,)),
+    (RESUME, AdoptionFailed): Row(_fail_adoption, (RESUME, IDLE)),
+    (RESUME, PagesOffloaded): Row(_offloaded, (RESUME,)),
     (RESUME, PinsExpired): Row(_lose_pins, (IDLE,)),
-    (RESUME, PinsYielded): Row(_lose_pins, (IDLE,)),
     (RESUME, CertificatesRevoked): Row(_lose_pins, (IDLE,)),
     (RESUME, ScopeCancelled): Row(_cancel, (CANCELLED,)),
     (CANCELLED, RequestClosed): Row(_close_stranger, (CANCELLED,)),
