@@ -2,8 +2,7 @@
 Process: engine    Kind: wrap
 Why: block hashes are registered when a step is scheduled, which is safe only because a launched step always
     finishes; a stopped step would leave readable blocks that were never written (invariant 3).
-Delta: blocks of scoped requests are registered at the step's receipt; when the pool is full, a pin is given up and
-    the allocation tried again before a running request is preempted for it, or when nothing else runs.
+Delta: blocks of scoped requests are registered at the step's receipt.
 No seam: `delay_cache_blocks` is an argument that the scheduler's own loop sets.
 Remove: when publication at step completion is an option upstream.
 """
@@ -17,7 +16,7 @@ from vllm_patches._seam import Seam
 
 
 def build(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Delay publication for scoped requests, yield pins under pressure."""
+    """Delay publication for scoped requests."""
 
     def allocate_slots(self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         coordinator = getattr(self, "retire", None)
@@ -27,9 +26,6 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
         if scoped:
             kwargs["delay_cache_blocks"] = True
         blocks = original(self, request, num_new_tokens, *args, **kwargs)
-        needy = request.num_computed_tokens > 0 or not kwargs.get("has_scheduled_reqs", True)
-        while blocks is None and needy and coordinator.yield_pins(request.request_id):
-            blocks = original(self, request, num_new_tokens, *args, **kwargs)
         if scoped and blocks is not None:
             coordinator.rows_allocated(request, kwargs.get("num_new_computed_tokens", 0), num_new_tokens)
         return blocks

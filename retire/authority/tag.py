@@ -19,19 +19,24 @@ TICKET_KEY = "retire_ticket"
 TENANT_KEY = "retire_tenant"
 SCOPE_KEY = "retire_scope"
 EPOCH_KEY = "retire_epoch"
+EXACT_KEY = "retire_exact"
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """Whose request this is, and under which authority it was admitted."""
+    """Whose request this is, and under which authority it was admitted.
+
+    `exact`: it is computed alone and on the chunk grid, so that a successor can equal a clean run bit for bit.
+    """
 
     tenant: TenantId
     scope: ScopeId
     epoch: Epoch
     ticket: Ticket
+    exact: bool = False
 
 
-def to_xargs(tag: Tag, secret: int) -> dict[str, str | int | list[int]]:
+def to_xargs(tag: Tag, secret: int) -> dict[str, str | int | bool | list[int]]:
     """Flat values for `vllm_xargs`."""
     ticket = tag.ticket
     return {
@@ -39,6 +44,7 @@ def to_xargs(tag: Tag, secret: int) -> dict[str, str | int | list[int]]:
         TENANT_KEY: tag.tenant,
         SCOPE_KEY: tag.scope,
         EPOCH_KEY: tag.epoch,
+        EXACT_KEY: tag.exact,
     }
 
 
@@ -67,4 +73,5 @@ def from_xargs(extra_args: Mapping[str, Any] | None, secret: int) -> Tag | None:
         scope=ScopeId(extra_args[SCOPE_KEY]),
         epoch=Epoch(extra_args[EPOCH_KEY]),
         ticket=Ticket(slot=slot, raw=raw, row=row, incarnation=incarnation),
+        exact=extra_args[EXACT_KEY],
     )

@@ -149,12 +149,13 @@ def best(
     return refusal
 
 
-def promised(holding: Holding, tokens: TokenCount, groups: Sequence[KVGroup]) -> Holding:
+def promised(holding: Holding, tokens: TokenCount, groups: Sequence[KVGroup], grid_tokens: int = 1) -> Holding:
     """`holding` cut to the pages that a successor may adopt which shares `tokens` tokens with it.
 
-    Windows are covered for the one boundary that this promises.
+    Windows are covered for the one boundary that this promises, a multiple of `grid_tokens`.
     """
-    kept = boundary(min(tokens, holding.frontier_tokens), groups)
+    kept: int = min(tokens, holding.frontier_tokens)
+    kept -= kept % lcm(_unit_tokens(groups), grid_tokens)
     return replace(
         holding,
         frontier_tokens=TokenCount(kept),

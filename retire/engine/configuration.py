@@ -58,6 +58,19 @@ def check_kv(kv_cache_config: Any, *, replay_tokens: int) -> None:
         raise SeamError(f"RETIRE cannot serve this model: its KV cache has {what}, which no certificate describes")
 
 
+def exact_grid(chunk_tokens: int) -> int | None:
+    """On which token grid reuse equals a cold run bit for bit; None: nowhere.
+
+    The CPU back end's results depend on the shape of the chunk, so equal chunks give equal bits.  Elsewhere vLLM's
+    batch-invariant mode makes every shape equal.
+    """
+    from vllm.platforms import current_platform
+
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in {"0", ""}:
+        return 1
+    return chunk_tokens if current_platform.is_cpu() else None
+
+
 def fingerprint_base(config: Any) -> str:
     """What must be equal between writer and reader of a block, beside the request's own part."""
     model, cache = config.model_config, config.cache_config

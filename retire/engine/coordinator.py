@@ -1,7 +1,8 @@
 """Carries the protocol out on vLLM's scheduler.
 
-Owns: one `ScopeState` per scope, and what its effects mean for requests and blocks.  Feeds events to
-`retire.core.transition.step` and does what it says.  Must not know: HTTP, how a step is stopped.
+Owns: one `ScopeState` per scope, and what its effects mean for requests; blocks and pages are the keeper's
+(`retire.engine.keeper`).  Feeds events to `retire.core.transition.step` and does what it says.
+Must not know: HTTP, how a step is stopped.
 Strategy: authority is read from the table; the API process only adds under which contract it changed.  A request of a
 revoked epoch is closed when the receipt of its last step is in, so its frontier is exact and no writer is left.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from retire.authority.table import AuthorityTable
@@ -17,15 +19,16 @@ from retire.authority.tag import Tag
 from retire.core import effects as do
 from retire.core import events as happened
 from retire.core.errors import InvariantViolation, ProtocolError
-from retire.core.transition import Geometry, ScopeState, Transition, step
+from retire.core.transition import ScopeState, Transition, step
 from retire.core.types import (
+    BlockRef,
     Certificate,
     Contract,
     Epoch,
     Equivalence,
     Holding,
+    HostRef,
     Inherit,
-    KVGroup,
     Outcome,
     Refusal,
     RequestId,
@@ -38,11 +41,11 @@ from retire.core.types import (
     TransitionId,
 )
 from retire.engine.facts import Facts
+from retire.engine.finished import Finished, ScopeKey
+from retire.engine.keeper import Keeper
 from retire.engine.plan import Receipt
+from retire.engine.rates import Rates
 from retire.engine.steps import Engine, Steps, Tracked
-from retire.kv.ownership import Ownership
-
-ScopeKey = tuple[TenantId, ScopeId]
 
 
 class Coordinator:
@@ -52,28 +55,32 @@ class Coordinator:
         self,
         engine: Engine,
         table: AuthorityTable,
-        ownership: Ownership,
-        groups: tuple[KVGroup, ...],
+        keeper: Keeper,
+        steps: Steps,
+        rates: Rates,
         fingerprint: Callable[[Any], str],
-        hash_tokens: int,
-        arm_rows: int,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._engine = engine
         self._table = table
-        self.ownership = ownership
+        self._keeper = keeper
+        self._steps = steps
+        self._rates = rates
         self._fingerprint = fingerprint
         self._clock_ns = clock_ns
-        self._geometry = Geometry(groups=groups, generations=ownership.generation)
-        self._steps = Steps(engine, hash_tokens, arm_rows)
-        self._requests = self._steps.requests
+        self._requests = steps.requests
         self._states: dict[ScopeKey, ScopeState] = {}
         self._early: dict[ScopeKey, list[RequestId]] = {}  # admitted before the message about their epoch
-        self._orphans: dict[ScopeKey, list[tuple[RequestId, Holding | None]]] = {}  # closed before that message
+        self._orphans: dict[ScopeKey, list[_Orphan]] = {}  # closed before that message
         self._held: set[RequestId] = set()  # admitted, and not to run before the protocol says so
         self._aborted: set[RequestId] = set()  # from outside, while a step still computes them
-        self._adopting: set[TransitionId] = set()  # certificates whose target got its blocks in this pass
+        self._finished = Finished()
+        self._copying: dict[RequestId, ScopeKey] = {}  # to host memory
+        self._answers: list[tuple[ScopeKey, happened.Event]] = []  # to effects, fed when all of them are carried out
+        self._feeding = False
         self._expiry_ns: dict[TransitionId, int] = {}
+        self._step_began_ns = 0
+        self._contents = 0  # of the cache: counts what makes everything written before it worthless
         self.certificates: dict[RequestId, Certificate] = {}
         self.facts = Facts()
         self.defect: Exception | None = None  # raised where nobody stops for it; the next pass does
@@ -100,9 +107,18 @@ class Coordinator:
     def admitted(self, request: Any, tag: Tag) -> None:
         """A scoped request reached the scheduler."""
         request_id = RequestId(request.request_id)
-        self._requests[request_id] = Tracked(tag)
+        fingerprint = f"{self._contents}|{self._fingerprint(request)}"
+        self._requests[request_id] = Tracked(tag, fingerprint)
         self._held.add(request_id)
+        if tag.exact:
+            self._run_exact(request_id)
         self._place(request_id)
+
+    def _run_exact(self, rid: RequestId) -> None:
+        """Compute it as a clean run would: alone, chunk for chunk, reading nothing that is not certified."""
+        if self._keeper.geometry.exact_tokens is not None:
+            self._requests[rid].alone = True
+            self._engine.request(rid).skip_reading_prefix_cache = True
 
     def _place(self, request_id: RequestId) -> None:
         if self.revoked(request_id):
@@ -128,15 +144,30 @@ class Coordinator:
         """Whether another step may be launched for this running request."""
         return not self.paused(request_id) and not self.revoked(request_id)
 
-    def ended(self, request_id: str) -> None:
+    def alone(self, request_id: str) -> bool:
+        """Whether the request shares no step with others."""
+        tracked = self._requests.get(RequestId(request_id))
+        return tracked is not None and tracked.alone
+
+    def runs_alone(self) -> list[RequestId]:
+        """Requests that share no step with others and may be in the next one."""
+        return [
+            rid for rid, one in self._requests.items() if one.alone and rid not in self._held and self.may_go_on(rid)
+        ]
+
+    def ended(self, request: Any) -> None:
         """The scheduler has let go of the request, for whatever reason."""
-        rid = RequestId(request_id)
+        rid = RequestId(request.request_id)
         tracked = self._requests.get(rid)
         if tracked is None:
             return
         self._forget(rid)
         key = (tracked.tag.tenant, tracked.tag.scope)
         state = self._states.get(key)
+        if state is not None and rid in state.live and tracked.tag.epoch == state.epoch:
+            left = self._left_by(request, tracked)
+            if left is not None:
+                self._finished.keep(key, state.epoch, left)
         if state is not None and rid in state.live | state.closing | state.leaving:
             self._feed(key, happened.RequestFinished(rid))
 
@@ -152,9 +183,6 @@ class Coordinator:
 
     def rows_allocated(self, request: Any, hit_tokens: int, new_tokens: int) -> None:
         """Slots were given out to a scoped request."""
-        certificate = self.certificates.get(request.request_id)
-        if certificate is not None:
-            self._adopting.add(certificate.transfer)
         self._steps.rows_allocated(request, hit_tokens, new_tokens)
 
     def before_schedule(self) -> None:
@@ -162,11 +190,11 @@ class Coordinator:
         if self.defect is not None:
             raise self.defect
         self._steps.begin_pass()
-        self._adopting = set()
         self.sweep()
 
     def scheduled(self, output: Any) -> None:
         """A step was scheduled: describe it for the workers, and verify what was adopted."""
+        self._step_began_ns = self._clock_ns()
         for rid in self._steps.scheduled(output):
             if rid in self.certificates:
                 self._verify_adoption(rid)
@@ -174,6 +202,9 @@ class Coordinator:
 
     def step_ended(self, output: Any, receipt: Receipt | None) -> None:
         """The step's output is here, not yet processed: publish what was written, close what lost authority."""
+        tokens = output.total_num_scheduled_tokens
+        if tokens > len(output.num_scheduled_tokens) and not (receipt is not None and receipt.stopped):
+            self._rates.computed(tokens, self._clock_ns() - self._step_began_ns)
         self._steps.ended(output, receipt)
         self.sweep()
 
@@ -192,53 +223,58 @@ class Coordinator:
         self.facts.flush()
 
     def _close(self, rid: RequestId) -> None:
-        tracked = self._requests[rid]
+        tracked, request = self._requests[rid], self._engine.request(rid)
         tag = tracked.tag
+        if self._table.current(tag.ticket):  # the request alone is over: its client has gone
+            self._aborted.discard(rid)
+            self._engine.drop(rid)
+            return
         key = (tag.tenant, tag.scope)
         state = self._states.get(key)
-        lost_epoch = not self._table.current(tag.ticket)
-        holding = self._capture(rid, tracked) if lost_epoch else None
-        if lost_epoch:
-            self._report_receipt(rid, tracked, holding)
-        if state is not None and (
-            rid in state.closing | state.leaving or (holding is not None and tag.epoch < state.epoch)
-        ):
-            self._forget(rid)
-            self._engine.drop(rid)
-            self._feed(key, happened.RequestClosed(rid, holding))
-            return
-        if holding is not None:  # the table spoke before the API process did
-            self._orphans.setdefault(key, []).append((rid, holding))
-            self._forget(rid)
+        left = None if request is None else self._left_by(request, tracked)
+        self._report_receipt(rid, tracked, left)
+        known = state is not None and (rid in state.closing | state.leaving or tag.epoch < state.epoch)
+        transition = state.transition if state is not None and known else None
+        kept, refusal = None, None
+        if left is not None and (transition is not None or not known):
+            kept, refusal = self._keeper.keep(left, transition.contract if transition is not None else None)
+        self._forget(rid)
         self._engine.drop(rid)
+        if not known:  # the table spoke before the API process did
+            self._orphans.setdefault(key, []).append(_Orphan(rid, kept, refusal))
+        elif state is not None and (kept is not None or rid in state.closing | state.leaving):
+            self._feed(key, happened.RequestClosed(rid, kept, refusal))
 
     def _forget(self, rid: RequestId) -> None:
         """Drop every note about the request without telling the protocol that it finished."""
         self._requests.pop(rid, None)
         self._held.discard(rid)
         self._aborted.discard(rid)
-        self.certificates.pop(rid, None)
+        self._withdraw(rid)
 
-    def _capture(self, rid: RequestId, tracked: Tracked) -> Holding | None:
-        """Pin what the request has written, before the scheduler frees it."""
-        request = self._engine.request(rid)
-        frontier = min(tracked.frontier_tokens, request.num_tokens) if request is not None else 0
-        if frontier <= 0:
+    def _withdraw(self, rid: RequestId) -> None:
+        certificate = self.certificates.pop(rid, None)
+        if certificate is not None:
+            self._keeper.withdraw(certificate)
+
+    def _left_by(self, request: Any, tracked: Tracked) -> Holding | None:
+        """What the request has written, before or after the scheduler frees it."""
+        frontier = min(tracked.frontier_tokens, request.num_tokens)
+        if frontier <= 0 or not tracked.fingerprint.startswith(f"{self._contents}|"):
             return None
-        groups = tuple(
-            self.ownership.refs(blocks, frontier // group.block_tokens)
-            for blocks, group in zip(self._engine.computed_blocks(rid), self._geometry.groups, strict=True)
-        )
-        holding = Holding(
-            request=rid,
+        groups = self._keeper.geometry.groups
+        return Holding(
+            request=RequestId(request.request_id),
             tenant=tracked.tag.tenant,
             tokens=tuple(request.all_token_ids[:frontier]),
             frontier_tokens=TokenCount(frontier),
-            fingerprint=self._fingerprint(request),
-            groups=groups,
+            fingerprint=tracked.fingerprint,
+            groups=tuple(
+                tuple(noted[: frontier // group.block_tokens])
+                for noted, group in zip(tracked.blocks, groups, strict=True)
+            ),
+            grid_tokens=TokenCount(min(tracked.grid_tokens, frontier)),
         )
-        self.ownership.pin(holding)
-        return holding
 
     def told(self, event: dict[str, Any]) -> dict[str, int] | None:
         """A message of the API process, which has already changed the table; "status" is answered."""
@@ -261,8 +297,9 @@ class Coordinator:
     def _cancelled(self, key: ScopeKey) -> None:
         if key in self._states and not self._states[key].cancelled:
             self._feed(key, happened.ScopeCancelled())
-        for rid, holding in self._orphans.pop(key, []):
-            self._feed(key, happened.RequestClosed(rid, holding))
+        self._finished.forget(key)
+        for orphan in self._orphans.pop(key, []):
+            self._feed(key, happened.RequestClosed(orphan.request, orphan.kept))
         for rid in self._early.pop(key, []):
             if rid in self._requests:
                 self._place(rid)  # the scope's next life, or revoked by now
@@ -279,25 +316,39 @@ class Coordinator:
         contract = contract_of(event["contract"])
         if key not in self._states or self._states[key].cancelled:
             self._states[key] = ScopeState(tenant=key[0], scope=key[1], epoch=old)
+        left, refusal = self._take_finished(key, old, contract)
+        self._expiry_ns[transition] = event["at_ns"] + contract.lifetime_ms * 1_000_000
         try:
-            self._feed(key, happened.EpochAdvanced(transition, old, new, contract))
+            self._feed(key, happened.EpochAdvanced(transition, old, new, contract, left, refusal))
         except ProtocolError:
             # The successor was here first and nothing of the old epoch ever was: it runs without a certificate.
+            del self._expiry_ns[transition]
+            self._keeper.release(left)
             self._report(transition, "refused", refusal=Refusal.NO_PREDECESSOR.value)
             for stage in (Stage.FENCE, Stage.ALIGN, Stage.RESUME, Stage.RECLAIM):
                 self._report(transition, "stage", stage=stage.value)
             self._report(transition, "closed", outcome="cold")
             return
-        self._expiry_ns[transition] = event["at_ns"] + contract.lifetime_ms * 1_000_000
-        for rid, holding in self._orphans.pop(key, []):
+        for orphan in self._orphans.pop(key, []):
             current = self._states[key].transition
-            if current is not None and rid in current.closing:
-                self._feed(key, happened.RequestClosed(rid, holding))
-            elif holding is not None:
-                self.ownership.release(holding)
+            if current is not None and orphan.request in current.closing:
+                kept, why = orphan.kept, orphan.refusal
+                if kept is not None:
+                    kept, why = self._keeper.narrow(kept, contract)
+                self._feed(key, happened.RequestClosed(orphan.request, kept, why))
+            elif orphan.kept is not None:
+                self._keeper.release((orphan.kept,))
         for rid in self._early.pop(key, []):
             if rid in self._requests:
                 self._place(rid)
+
+    def _take_finished(
+        self, key: ScopeKey, epoch: Epoch, contract: Contract
+    ) -> tuple[tuple[Holding, ...], Refusal | None]:
+        """Pin what requests of `epoch` left that had finished by themselves."""
+        offers = [self._keeper.keep(left, contract) for left in self._finished.take(key, epoch)]
+        refusals = [refusal for _, refusal in offers if refusal is not None]
+        return tuple(kept for kept, _ in offers if kept is not None), refusals[0] if refusals else None
 
     def _expire(self) -> None:
         """Fed for as long as the transition is open: what closes after the deadline must not stay pinned either."""
@@ -305,51 +356,75 @@ class Coordinator:
         for transition in [t for t, due in self._expiry_ns.items() if now >= due]:
             self._give_up(transition, happened.PinsExpired(transition))
 
-    def yield_pins(self, for_request: str) -> bool:
-        """The pool is full: give up the oldest pins that `for_request` is not about to adopt."""
-        for transition in self._expiry_ns:
-            certificate = self.certificates.get(RequestId(for_request))
-            if certificate is not None and certificate.transfer == transition:
-                continue
-            if transition in self._adopting:
-                continue
-            if self._give_up(transition, happened.PinsYielded(transition), holding=True):
-                return True
-        return False
-
-    def _give_up(self, transition: TransitionId, event: happened.Event, *, holding: bool = False) -> bool:
-        for key, state in self._states.items():
-            current = state.transition
-            if current is not None and current.id == transition and (current.holdings or not holding):
-                self._feed(key, event)
-                return True
-        return False
-
     def revoke_certificates(self) -> None:
-        """Weights, adapters or the cache are about to change: pins go first."""
+        """Weights, adapters or the cache are about to change: nothing written so far may be inherited."""
+        self._contents += 1
+        self._finished.clear()
         for key in list(self._states):
             if self._states[key].transition is not None:
                 self._feed(key, happened.CertificatesRevoked())
-        for key, orphans in self._orphans.items():
-            for _, holding in orphans:
-                if holding is not None:
-                    self.ownership.release(holding)
-            self._orphans[key] = [(rid, None) for rid, _ in orphans]
+        for orphans in self._orphans.values():
+            for number, orphan in enumerate(orphans):
+                if orphan.kept is not None:
+                    self._keeper.release((orphan.kept,))
+                    orphans[number] = _Orphan(orphan.request, None, Refusal.REVOKED)
+        self._keeper.forget_copies()
+
+    # -- host memory ----------------------------------------------------------------------------------------------
+
+    def offloaded(self, source: RequestId, host: tuple[tuple[HostRef | None, ...], ...] | None) -> None:
+        """A copy to host memory is over; None: there is none."""
+        key = self._copying.pop(source)
+        state = self._states.get(key)
+        wanted = state is not None and state.transition is not None and source in state.transition.copying
+        self._keeper.copied(source, wanted=wanted)
+        if wanted:
+            self._report(None if state is None or state.transition is None else state.transition.id, "offloaded")
+            self._feed(key, happened.PagesOffloaded(source, host))
+
+    def restored(self, target: RequestId, refusal: Refusal | None) -> None:
+        """The target's pages are in its blocks, verified; or they never will be."""
+        certificate = self.certificates.get(target)
+        if certificate is None or certificate.tier is not Tier.DRAM:
+            return
+        if refusal is None:
+            self._report(certificate.transfer, "restored", request=target)
+        else:
+            self._fail_adoption(target, refusal)
+
+    def _fail_adoption(self, target: RequestId, refusal: Refusal) -> None:
+        tag = self._requests[target].tag
+        self._withdraw(target)
+        self._feed((tag.tenant, tag.scope), happened.AdoptionFailed(target, refusal))
 
     # -- the protocol ---------------------------------------------------------------------------------------------
 
     def _successor(self, rid: RequestId) -> Successor:
-        request, tag = self._engine.request(rid), self._requests[rid].tag
-        return Successor(rid, tag.tenant, tuple(request.all_token_ids), self._fingerprint(request))
+        request, tracked = self._engine.request(rid), self._requests[rid]
+        return Successor(rid, tracked.tag.tenant, tuple(request.all_token_ids), tracked.fingerprint)
 
     def _feed(self, key: ScopeKey, event: happened.Event) -> None:
+        """Feed one event and carry its effects out; then the answers that these gave at once."""
         before = self._states[key]
-        state, effects = step(before, event, self._geometry)
+        state, effects = step(before, event, self._keeper.geometry)
         self._states[key] = state
         transition = state.transition or before.transition
         for effect in effects:
-            self._carry_out(effect, transition)
+            self._carry_out(effect, key, transition)
         self._collect(key)
+        if not self._feeding:
+            self._feeding = True
+            try:
+                while self._answers:
+                    self._feed(*self._answers.pop(0))
+            finally:
+                self._feeding = False
+
+    def _give_up(self, transition: TransitionId, event: happened.Event) -> None:
+        for key, state in self._states.items():
+            if state.transition is not None and state.transition.id == transition:
+                self._feed(key, event)
+                return
 
     def _collect(self, key: ScopeKey) -> None:
         """A scope with nothing live and nothing open needs no memory here: the table knows its epoch."""
@@ -359,30 +434,59 @@ class Coordinator:
         if not state.live and not state.leaving and state.transition is None:
             del self._states[key]
 
-    def _carry_out(self, effect: do.Effect, current: Transition | None) -> None:
+    def _carry_out(self, effect: do.Effect, key: ScopeKey, current: Transition | None) -> None:
         match effect:
             case do.CloseRequests(requests):
                 self._held -= requests
                 for rid in requests:
-                    self.certificates.pop(rid, None)
+                    self._withdraw(rid)
             case do.InstallCertificate(certificate):
-                self.ownership.keep_only(certificate.source, certificate.groups)
-                self.certificates[certificate.target] = certificate
-                self._held.discard(certificate.target)
-                self._report(certificate.transfer, "certificate", **_described(certificate))
+                self._install(certificate)
             case do.StartCold(rid, refusal):
-                self._held.discard(rid)
-                self.certificates.pop(rid, None)
-                self._report(current.id if current else None, "refused", request=rid, refusal=refusal.value)
+                self._start_cold(rid, refusal, current)
             case do.StartFresh(rid):
                 self._held.discard(rid)
-            case do.ReleasePins(holdings):
-                for holding in holdings:
-                    self.ownership.release(holding)
+            case do.OffloadPages() | do.ReturnBlocks() | do.ReleasePins():
+                self._carry_out_on_blocks(effect, key)
             case do.ReportStage(transition, stage):
                 self._report(transition, "stage", stage=stage.value)
             case do.ReportClosed(transition, outcome):
                 self._closed(transition, outcome, current)
+
+    def _carry_out_on_blocks(self, effect: do.OffloadPages | do.ReturnBlocks | do.ReleasePins, key: ScopeKey) -> None:
+        match effect:
+            case do.OffloadPages(holding, transition):
+                if self._keeper.offload(holding, self._expiry_ns[transition]):
+                    self._copying[holding.request] = key
+                else:
+                    self._answers.append((key, happened.PagesOffloaded(holding.request, None)))
+            case do.ReturnBlocks(holding):
+                self._keeper.return_blocks(holding)
+            case do.ReleasePins(holdings):
+                self._keeper.release(holdings)
+
+    def _start_cold(self, rid: RequestId, refusal: Refusal, current: Transition | None) -> None:
+        self._withdraw(rid)
+        if current is not None and current.contract.equivalence is Equivalence.EXACT:
+            self._run_exact(rid)
+        if refusal is Refusal.QUOTA:
+            self._engine.request(rid).skip_reading_prefix_cache = True
+        self._held.discard(rid)
+        self._report(current.id if current else None, "refused", request=rid, refusal=refusal.value)
+
+    def _install(self, certificate: Certificate) -> None:
+        target = certificate.target
+        tracked = self._requests[target]
+        self._withdraw(target)
+        self._keeper.install(certificate, tracked.tag.ticket)
+        self.certificates[target] = certificate
+        state = self._states[(certificate.tenant, certificate.scope)]
+        assert state.transition is not None, "a certificate belongs to an open transition"
+        if state.transition.contract.equivalence is Equivalence.EXACT:
+            self._run_exact(target)
+            tracked.grid_tokens = certificate.tokens
+        self._held.discard(target)
+        self._report(certificate.transfer, "certificate", **_described(certificate))
 
     def _closed(self, transition: TransitionId, outcome: Outcome, current: Transition | None) -> None:
         self._expiry_ns.pop(transition, None)
@@ -395,13 +499,14 @@ class Coordinator:
         self._report(transition, "closed", outcome=outcome.value)
 
     def blocks_to_install(self, request_id: str) -> tuple[int, tuple[list[Any], ...]] | None:
-        """Tokens and blocks per group that the request adopts, or None."""
-        certificate = self.certificates.get(RequestId(request_id))
-        if certificate is None:
-            return None
-        return certificate.tokens, tuple(
-            [self.ownership.block_of(ref) for ref in group] for group in certificate.groups
-        )
+        """Tokens and device blocks per group that the request adopts, or None."""
+        rid = RequestId(request_id)
+        while (certificate := self.certificates.get(rid)) is not None and certificate.tier is Tier.HBM:
+            blocks = self._keeper.blocks(certificate)
+            if blocks is not None:
+                return certificate.tokens, blocks
+            self._fail_adoption(rid, Refusal.GENERATION)  # leaves a shorter certificate, or none
+        return None
 
     def _verify_adoption(self, rid: RequestId) -> None:
         certificate = self.certificates.pop(rid)
@@ -409,7 +514,10 @@ class Coordinator:
         key = (tag.tenant, tag.scope)
         table = self._engine.computed_blocks(rid)
         adopted = tuple(
-            tuple(None if ref is None else block.block_id for ref, block in zip(group, blocks, strict=False))
+            tuple(
+                None if page is None or block.is_null else block.block_id
+                for page, block in zip(group, blocks, strict=False)
+            )
             for group, blocks in zip(certificate.groups, table, strict=True)
         )
         self._report(certificate.transfer, "adopted", request=rid, blocks=[list(group) for group in adopted])
@@ -442,22 +550,41 @@ class Coordinator:
     def leftovers(self) -> dict[str, int]:
         """What an idle engine must not hold."""
         return {
-            "pinned_blocks": self.ownership.pinned_blocks(),
+            "pinned_blocks": self._keeper.ownership.pinned_blocks(),
             "scoped_requests": len(self._requests),
             "open_transitions": sum(1 for state in self._states.values() if state.transition is not None),
             "orphans": sum(len(group) for group in self._orphans.values()),
             "steps_in_flight": self._steps.in_flight,
+            "copies_in_flight": len(self._copying),
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Orphan:
+    """A request that was closed before the message about its epoch came; its pins, or why there are none."""
+
+    request: RequestId
+    kept: Holding | None
+    refusal: Refusal | None
+
+
 def _described(certificate: Certificate) -> dict[str, Any]:
+    """A certificate as facts show it: device blocks and generations, or slots of host memory."""
+    named = [
+        [
+            (page.block, page.generation) if isinstance(page, BlockRef) else (page.slot, None) if page else None
+            for page in g
+        ]
+        for g in certificate.groups
+    ]
     return {
         "tokens": certificate.tokens,
         "source": certificate.source,
         "target": certificate.target,
         "fingerprint": certificate.fingerprint,
-        "blocks": [[None if ref is None else ref.block for ref in group] for group in certificate.groups],
-        "generations": [[None if ref is None else ref.generation for ref in group] for group in certificate.groups],
+        "tier": certificate.tier.value,
+        "blocks": [[page and page[0] for page in group] for group in named],
+        "generations": [[page and page[1] for page in group] for group in named],
     }
 
 

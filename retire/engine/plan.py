@@ -12,12 +12,16 @@ from retire.core.types import RequestId, Ticket
 
 @dataclass(frozen=True, slots=True)
 class PlannedRows:
-    """One scoped request's rows of a step: tokens [`start`, `end`) of its sequence."""
+    """One scoped request's rows of a step: tokens [`start`, `end`) of its sequence.
+
+    `on_grid`: the step is theirs alone, and they are a whole chunk of the prompt as a clean run has it.
+    """
 
     request: RequestId
     ticket: Ticket
     start: int
     end: int
+    on_grid: bool = False
 
 
 @dataclass(frozen=True, slots=True)

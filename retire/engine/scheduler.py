@@ -7,7 +7,9 @@ upstream behaviour it leans on; all of them are pinned in `vllm_patches.schedule
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -17,12 +19,17 @@ from vllm.v1.request import RequestStatus
 from retire import seal
 from retire.authority import home
 from retire.authority.tag import from_xargs
+from retire.core.certificate import Geometry
 from retire.core.errors import CallerError
-from retire.core.types import KVGroup, RequestId
+from retire.core.types import KVGroup, RequestId, TenantId
 from retire.engine import configuration
 from retire.engine.coordinator import Coordinator
-from retire.kv.ownership import Ownership
+from retire.engine.keeper import Keeper
+from retire.engine.rates import Rates
+from retire.engine.steps import Steps
+from retire.kv.ownership import Ownership, Quota
 from retire.settings import Settings
+from retire.tenants import Registry
 
 
 class VersionedScheduler:
@@ -33,22 +40,39 @@ class VersionedScheduler:
         super().__init__(*args, **kwargs)
         scheduler: Any = self
         configuration.check_kv(scheduler.kv_cache_config, replay_tokens=scheduler.prefix_replay_tokens)
-        kv = scheduler.kv_cache_manager
-        ownership = Ownership(kv.block_pool)
+        scheduler.defer_block_free = True  # invariant 5: a block that a step may still write waits for its receipt
+        settings, kv = Settings.from_env(), scheduler.kv_cache_manager
         base = configuration.fingerprint_base(scheduler.vllm_config)
+        tier = getattr(scheduler.connector, "tier", None)
+        groups = tuple(
+            KVGroup(manager.block_size, get_kv_cache_spec_sliding_window(manager.kv_cache_spec))
+            for manager in kv.coordinator.single_type_managers
+        )
+        ownership = Ownership(kv.block_pool, _quotas(kv.block_pool.num_gpu_blocks - 1), _beside_a_full_request(kv))
+        rates = Rates(settings.min_inherit_tokens, tier.restore_ns if tier is not None else None)
+        self._grid_tokens = _chunk_tokens(scheduler)
+        exact = configuration.exact_grid(self._grid_tokens)
+        geometry = Geometry(groups, ownership.generation, exact, rates.pays, offloads=tier is not None)
         self._secret = home.table().secret
+        self._turn: str | None = None
+        self._alone_last, self._alone_served = False, 0
         self.retire = Coordinator(
             engine=self,
             table=home.table(),
-            ownership=ownership,
-            groups=tuple(
-                KVGroup(manager.block_size, get_kv_cache_spec_sliding_window(manager.kv_cache_spec))
-                for manager in kv.coordinator.single_type_managers
+            keeper=Keeper(ownership, geometry, tier),
+            steps=Steps(
+                self,
+                ownership,
+                groups,
+                hash_tokens=scheduler.hash_block_size,
+                arm_rows=settings.arm_rows,
+                grid_tokens=self._grid_tokens,
             ),
+            rates=rates,
             fingerprint=lambda request: f"{base}|{_request_fingerprint(request)}",
-            hash_tokens=scheduler.hash_block_size,
-            arm_rows=Settings.from_env().arm_rows,
         )
+        if tier is not None:
+            tier.offloaded, tier.restored = self.retire.offloaded, self.retire.restored
         kv.retire = self.retire
         kv.block_pool.retire_ownership = ownership
 
@@ -58,7 +82,7 @@ class VersionedScheduler:
         """The scheduler's request, None when it is gone."""
         return self.requests.get(request_id)  # type: ignore[attr-defined]
 
-    def computed_blocks(self, request_id: RequestId) -> tuple[Iterable[Any], ...]:
+    def computed_blocks(self, request_id: RequestId) -> tuple[Sequence[Any], ...]:
         """The request's block table, per KV group."""
         return self.kv_cache_manager.coordinator.get_blocks(request_id)  # type: ignore[attr-defined]
 
@@ -90,13 +114,58 @@ class VersionedScheduler:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Revoked requests leave first, so that no step is launched for them."""
         self.retire.before_schedule()
-        for request in self.running:  # type: ignore[attr-defined]
-            if self.retire.is_scoped(request.request_id):
-                # Upstream skips a running request until this step; what may not go on is never due.
-                request.next_decode_eligible_step = 0 if self.retire.may_go_on(request.request_id) else sys.maxsize
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._turn = self._next_alone()
+        with self._due(), self._chunk_of_a_clean_run():
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.retire.scheduled(output)
         return output
+
+    def _next_alone(self) -> str | None:
+        """The request that has the next step to itself; None when it is everybody else's turn."""
+        alone = self.retire.runs_alone()
+        if not alone:
+            return None
+        scheduler: Any = self
+        mine = set(alone)
+        others = any(r.request_id not in mine for r in chain(scheduler.running, scheduler.waiting))
+        self._alone_last = not (self._alone_last and others)
+        if not self._alone_last:
+            return None
+        self._alone_served = self._alone_served + 1
+        return alone[self._alone_served % len(alone)]
+
+    def _shares(self, request_id: str) -> bool:
+        """Whether the request may be in the step that is being scheduled."""
+        return self._turn == request_id if self._turn else not self.retire.alone(request_id)
+
+    @contextmanager
+    def _due(self) -> Iterator[None]:
+        """Upstream skips a running request until this step; what may not go on now is never due."""
+        kept: list[tuple[Any, int]] = []
+        for request in self.running:  # type: ignore[attr-defined]
+            rid = request.request_id
+            if not self._shares(rid) or (self.retire.is_scoped(rid) and not self.retire.may_go_on(rid)):
+                kept.append((request, request.next_decode_eligible_step))
+                request.next_decode_eligible_step = sys.maxsize
+        try:
+            yield
+        finally:
+            for request, step in kept:
+                request.next_decode_eligible_step = step
+
+    @contextmanager
+    def _chunk_of_a_clean_run(self) -> Iterator[None]:
+        """A request that runs alone after a preemption computes its own output again as it was: token by token."""
+        request = self.requests.get(self._turn) if self._turn else None  # type: ignore[attr-defined]
+        config = self.scheduler_config  # type: ignore[attr-defined]
+        kept = config.long_prefill_token_threshold
+        if request is not None and request.num_preemptions:
+            done, prompt = request.num_computed_tokens, request.num_prompt_tokens
+            config.long_prefill_token_threshold = min(self._grid_tokens, prompt - done) if done < prompt else 1
+        try:
+            yield
+        finally:
+            config.long_prefill_token_threshold = kept
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Receipts first: publish what was written, finish what lost authority before upstream reads its tokens."""
@@ -128,7 +197,7 @@ class VersionedScheduler:
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         result = super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
-        self.retire.ended(request.request_id)
+        self.retire.ended(request)
         return result
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -136,18 +205,55 @@ class VersionedScheduler:
         self.retire.preempted(request.request_id)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
-        if self.retire.is_scoped(request.request_id) and not self.retire.may_run(request):
+        rid = request.request_id
+        if not self._shares(rid) or (self.retire.is_scoped(rid) and not self.retire.may_run(request)):
             return False
         ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
         return ready
 
     def _get_local_prefix_cache_hit(self, request: Any) -> tuple[KVCacheBlocks, int, int, bool]:
         install = self.retire.blocks_to_install(request.request_id)
-        if install is not None:
-            tokens, blocks = install
-            return KVCacheBlocks(blocks), tokens, 0, False
         hit: tuple[KVCacheBlocks, int, int, bool] = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
-        return hit
+        if install is None:
+            return hit
+        tokens, certified = install
+        found, cached, *rest = hit
+        if cached <= tokens:
+            return KVCacheBlocks(certified), tokens, 0, False
+        longer = tuple(  # certified blocks first, then what else is published of the same tokens
+            [mine if not mine.is_null else theirs for mine, theirs in zip(ours, blocks, strict=False)]
+            + list(blocks[len(ours) :])
+            for ours, blocks in zip(certified, found.blocks, strict=True)
+        )
+        return KVCacheBlocks(longer), cached, *rest
+
+
+def _quotas(pool_blocks: int) -> Callable[[TenantId], Quota]:
+    """What the tenants file lets each tenant's pins guarantee."""
+    registry = Registry.from_env()
+
+    def quota(tenant: TenantId) -> Quota:
+        found = registry.tenant(tenant)
+        return Quota(found.pin_quota(pool_blocks), beyond=found.beyond_quota == "best_effort")
+
+    return quota
+
+
+def _beside_a_full_request(kv: Any) -> int:
+    """Blocks that all pins together may keep: a request of full length always finds room beside them."""
+    full = 0
+    for manager in kv.coordinator.single_type_managers:
+        blocks = -(-kv.max_model_len // manager.block_size)
+        cap = manager.max_admission_blocks_per_request
+        full += blocks if cap is None else min(blocks, cap)
+    return max(0, kv.block_pool.num_gpu_blocks - 1 - full)
+
+
+def _chunk_tokens(scheduler: Any) -> int:
+    """How many prompt tokens a request that is alone gets in one step: the grid of a clean run."""
+    most: int = scheduler.max_num_scheduled_tokens
+    threshold: int = scheduler.scheduler_config.long_prefill_token_threshold
+    return min(most, threshold) if threshold > 0 else most
 
 
 def _request_fingerprint(request: Any) -> str:

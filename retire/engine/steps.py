@@ -1,21 +1,24 @@
 """What of every scoped request has been scheduled, written and published.
 
-Owns: one record per scoped request, the plans of the steps in flight, the frontier that receipts move, and which blocks
-a step is about to write.  Must not know: epochs, transitions, why a request ends.
-Strategy: a request's frontier moves only by the receipt of a step that ran to its end; publication follows it.
+Owns: one record per scoped request, the plans of the steps in flight, the frontier that receipts move, which blocks
+a step is about to write, and which hold what it wrote.  Must not know: epochs, transitions, why a request ends.
+Strategy: a request's frontier moves only by the receipt of a step that ran to its end, and only while every block of
+that step still belongs to it; publication follows it.  Blocks that a sliding window lets go stay on record: they are
+readable until they are reused.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from retire.authority.tag import Tag
 from retire.core.errors import InvariantViolation
-from retire.core.types import RequestId
+from retire.core.types import BlockRef, KVGroup, RequestId
 from retire.engine.plan import PlannedRows, Receipt, StepPlan
+from retire.kv.ownership import Ownership
 
 
 class Engine(Protocol):
@@ -24,7 +27,7 @@ class Engine(Protocol):
     def request(self, request_id: RequestId) -> Any:
         """vLLM's request, None when it is gone."""
 
-    def computed_blocks(self, request_id: RequestId) -> tuple[Iterable[Any], ...]:
+    def computed_blocks(self, request_id: RequestId) -> tuple[Sequence[Any], ...]:
         """The request's block table, per KV group."""
 
     def publish(self, request: Any, tokens: int) -> None:
@@ -41,9 +44,16 @@ class Tracked:
     `frontier_tokens`: tokens whose KV is written in every layer (invariant 3).  `written_rows`: the same with draft
     tokens, which count once they are accepted.  `started`: it has had rows since admission or preemption.
     `lost_until`: receipts up to this plan speak of blocks that a preemption took away.
+    `fingerprint`: what its KV depends on beside its tokens, as of its admission.
+    `alone`: it shares no step with others.  `grid_tokens`: see `Holding`.
+    `blocks`: per KV group and position, the block that was given for it, slid out of the window or not.
     """
 
     tag: Tag
+    fingerprint: str
+    alone: bool = False
+    blocks: tuple[list[BlockRef | None], ...] = ()
+    grid_tokens: int = 0
     started: bool = False
     steps_in_flight: int = 0
     frontier_tokens: int = 0
@@ -55,11 +65,23 @@ class Tracked:
 class Steps:
     """One per scheduler."""
 
-    def __init__(self, engine: Engine, hash_tokens: int, arm_rows: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        ownership: Ownership,
+        groups: tuple[KVGroup, ...],
+        *,
+        hash_tokens: int,
+        arm_rows: int,
+        grid_tokens: int,
+    ) -> None:
         self.requests: dict[RequestId, Tracked] = {}
         self._engine = engine
+        self._ownership = ownership
+        self._groups = groups
         self._hash_tokens = hash_tokens
         self._arm_rows = arm_rows
+        self._grid_tokens = grid_tokens
         self._plans: deque[StepPlan] = deque()
         self._unpublished: dict[int, set[Any]] = {}
         self._scheduling: set[Any] = set()
@@ -92,8 +114,9 @@ class Steps:
 
     def scheduled(self, output: Any) -> list[RequestId]:
         """Describe the step on vLLM's scheduler output, for the workers.  Returns the scoped requests in it."""
+        alone = len(output.num_scheduled_tokens) == 1
         rows = [
-            self._rows(self.requests[rid], rid, tokens)
+            self._rows(self.requests[rid], rid, tokens, alone=alone)
             for rid, tokens in output.num_scheduled_tokens.items()
             if rid in self.requests
         ]
@@ -107,15 +130,35 @@ class Steps:
             output.retire_plan = plan
         return [planned.request for planned in rows]
 
-    def _rows(self, tracked: Tracked, rid: RequestId, tokens: int) -> PlannedRows:
-        end = self._engine.request(rid).num_computed_tokens
+    def _rows(self, tracked: Tracked, rid: RequestId, tokens: int, *, alone: bool) -> PlannedRows:
+        request = self._engine.request(rid)
+        end = request.num_computed_tokens
         start = end - tokens
+        first = start
         if not tracked.started:  # what it starts with is a hit in the prefix cache, or certified
-            tracked.started, tracked.frontier_tokens = True, start
+            tracked.started, tracked.frontier_tokens, first = True, start, 0
+            tracked.blocks = tuple([] for _ in self._groups)
         elif tracked.steps_in_flight == 0 and tracked.written_rows >= start:
             tracked.frontier_tokens = max(tracked.frontier_tokens, start)  # accepted draft tokens
+        self._note_blocks(tracked, rid, first, end)
         tracked.steps_in_flight += 1
-        return PlannedRows(rid, tracked.tag.ticket, start, end)
+        whole = tokens == self._grid_tokens and end <= request.num_prompt_tokens
+        return PlannedRows(rid, tracked.tag.ticket, start, end, alone and whole and start == tracked.grid_tokens)
+
+    def _note_blocks(self, tracked: Tracked, rid: RequestId, start: int, end: int) -> None:
+        """Put down which blocks hold tokens [start, end)."""
+        for noted, blocks, group in zip(tracked.blocks, self._engine.computed_blocks(rid), self._groups, strict=True):
+            first, last = start // group.block_tokens, -(-end // group.block_tokens)
+            del noted[first:]
+            noted.extend(self._ownership.ref(block) for block in blocks[first:last])
+
+    def _still_owned(self, tracked: Tracked, rows: PlannedRows) -> bool:
+        """Whether every block that the rows were written to still belongs to the request."""
+        return all(
+            self._ownership.holds(ref)
+            for noted, group in zip(tracked.blocks, self._groups, strict=True)
+            for ref in noted[rows.start // group.block_tokens : -(-rows.end // group.block_tokens)]
+        )
 
     def ended(self, output: Any, receipt: Receipt | None) -> None:
         """A step is over: move frontiers and publish what it wrote.
@@ -140,9 +183,11 @@ class Steps:
         request = self._engine.request(rows.request)
         if receipt.stopped or request is None or plan.seq <= tracked.lost_until:
             return
-        if tracked.frontier_tokens < rows.start:
-            return  # an earlier step of it was stopped
+        if tracked.frontier_tokens < rows.start or not self._still_owned(tracked, rows):
+            return  # an earlier step of it was stopped, or a block was handed on too early
         tracked.written_rows = rows.end
+        if rows.on_grid:
+            tracked.grid_tokens = rows.end
         tracked.frontier_tokens = min(rows.end, request.num_tokens)
         self._engine.publish(request, tracked.frontier_tokens)
 
@@ -150,5 +195,5 @@ class Steps:
         """The request lost its blocks and starts over."""
         tracked = self.requests.get(request_id)
         if tracked is not None:
-            tracked.started, tracked.frontier_tokens, tracked.written_rows = False, 0, 0
-            tracked.lost_until = self._seq
+            tracked.started, tracked.frontier_tokens, tracked.written_rows, tracked.grid_tokens = False, 0, 0, 0
+            tracked.blocks, tracked.lost_until = (), self._seq

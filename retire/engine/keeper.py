@@ -1,0 +1,144 @@
+"""What is kept of a closed request until its successor adopts it.
+
+Owns: carrying pins, copies to host memory and their release out on `Ownership` and the host tier.
+Must not know: scopes' states; the protocol decides what is kept, this only whether it can be.
+Strategy: a holding is pinned once when it is offered and released once; its copy lives and dies beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from retire.core.certificate import Geometry, boundary, promised
+from retire.core.errors import InvariantViolation
+from retire.core.types import (
+    BlockRef,
+    Certificate,
+    Contract,
+    Equivalence,
+    Holding,
+    Inherit,
+    Refusal,
+    RequestId,
+    TenantId,
+    Ticket,
+    Tier,
+    TokenCount,
+)
+from retire.kv.ownership import Ownership
+
+
+class HostTier(Protocol):
+    """What is asked of host memory (`retire.engine.tier`)."""
+
+    def offload(
+        self, source: RequestId, tenant: TenantId, groups: tuple[tuple[BlockRef | None, ...], ...], expires_ns: int
+    ) -> bool:
+        """Begin to copy these blocks, which the caller holds until it is told.  False: no room, nothing begins."""
+
+    def drop(self, source: RequestId) -> None:
+        """The copy is not wanted any more; unknown sources are none."""
+
+    def expect(self, target: RequestId, ticket: Ticket, certificate: Certificate) -> None:
+        """The target restores these pages when it is scheduled."""
+
+    def withdraw(self, target: RequestId) -> None:
+        """The target does not, after all; a restore that has begun ends as failed."""
+
+    def cancel_all(self) -> None:
+        """Nothing that was copied so far may come back."""
+
+    def counters(self) -> dict[str, int]:
+        """What it holds and has done."""
+
+
+class Keeper:
+    """One per scheduler.  `tier` is None where the server has no host memory for pages."""
+
+    def __init__(self, ownership: Ownership, geometry: Geometry, tier: HostTier | None) -> None:
+        self.ownership = ownership
+        self.geometry = geometry
+        self._tier = tier
+
+    def keep(self, left: Holding, contract: Contract | None) -> tuple[Holding | None, Refusal | None]:
+        """Pin what the contract lets a successor adopt; without one (it is still on its way), everything.
+
+        Returns the pinned holding, or why there is none.
+        """
+        env = self.geometry
+        if contract is not None:
+            if contract.inherit is Inherit.NONE:
+                return None, None
+            if contract.keep_prefix_tokens is not None:
+                grid = env.exact_tokens if contract.equivalence is Equivalence.EXACT else None
+                left = promised(left, contract.keep_prefix_tokens, env.groups, grid or 1)
+        tokens = boundary(left.frontier_tokens, env.groups)
+        if tokens == 0 or not env.pays(TokenCount(tokens), Tier.HBM):
+            return None, Refusal.NOTHING_COMPLETED if tokens == 0 else Refusal.UNPROFITABLE
+        pinned = self.ownership.pin(left, env.groups)
+        return (None, Refusal.QUOTA) if pinned is None else (pinned, None)
+
+    def narrow(self, kept: Holding, contract: Contract) -> tuple[Holding | None, Refusal | None]:
+        """The contract of a holding that was pinned without it has arrived."""
+        self.ownership.release(kept.request)
+        return self.keep(kept, contract)
+
+    def release(self, holdings: Iterable[Holding]) -> None:
+        """Nobody will adopt these any more, or somebody has."""
+        for holding in holdings:
+            self.ownership.release(holding.request)
+            if self._tier is not None:
+                self._tier.drop(holding.request)
+
+    # -- host memory --------------------------------------------------------------------------------------------------
+
+    def offload(self, holding: Holding, expires_ns: int) -> bool:
+        """Begin to copy; False when that is not possible (any more)."""
+        if self._tier is None or not self.ownership.begin_copy(holding):
+            return False
+        begun = self._tier.offload(holding.request, holding.tenant, holding.groups, expires_ns)
+        if not begun:
+            self.ownership.end_copy(holding.request)
+        return begun
+
+    def copied(self, source: RequestId, *, wanted: bool) -> None:
+        """The copy is over."""
+        self.ownership.end_copy(source)
+        if not wanted and self._tier is not None:
+            self._tier.drop(source)
+
+    def return_blocks(self, holding: Holding) -> None:
+        """Give the device's blocks back to the allocator."""
+        self.ownership.keep_only(holding.request, ())
+
+    # -- adoption -----------------------------------------------------------------------------------------------------
+
+    def install(self, certificate: Certificate, ticket: Ticket) -> None:
+        """Prepare for the target: pins shrink to what it adopts, or its pages are about to be restored."""
+        if certificate.tier is Tier.HBM:
+            self.ownership.keep_only(certificate.source, certificate.groups)
+        elif self._tier is not None:
+            self._tier.expect(certificate.target, ticket, certificate)
+        else:
+            raise InvariantViolation("invariant 4: pages in host memory are certified, and there is no host tier")
+
+    def withdraw(self, certificate: Certificate) -> None:
+        """The target does not adopt it."""
+        if certificate.tier is Tier.DRAM and self._tier is not None:
+            self._tier.withdraw(certificate.target)
+
+    def blocks(self, certificate: Certificate) -> tuple[list[Any], ...] | None:
+        """The certified device blocks per group; None when one of them was reused since it was certified."""
+        if not all(self.ownership.holds(page) for group in certificate.groups for page in group):
+            return None
+        return tuple([self.ownership.block_of(page) for page in group] for group in certificate.groups)
+
+    def forget_copies(self) -> None:
+        """Weights, adapters or the cache are about to change."""
+        if self._tier is not None:
+            self._tier.cancel_all()
+
+    def counters(self) -> dict[str, int]:
+        """What host memory holds and has done."""
+        return {} if self._tier is None else self._tier.counters()
