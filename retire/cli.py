@@ -31,6 +31,8 @@ _SETTINGS: Final = {
     "retire_state_dir": "RETIRE_STATE_DIR",
     "retire_scopes": "RETIRE_SCOPES",
     "retire_arm_rows": "RETIRE_ARM_ROWS",
+    "retire_tenants": "RETIRE_TENANTS",
+    "retire_dram_bytes": "RETIRE_DRAM_BYTES",
 }
 _COMPILATION_FLAGS: Final = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "--optimization-level")
 _LOADED_UNLESS_LISTED: Final = (  # vLLM's groups that an unset VLLM_PLUGINS loads in full
@@ -82,6 +84,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     serve.add_argument("--retire-state-dir", metavar="PATH", help="where authority outlives the processes")
     serve.add_argument("--retire-scopes", type=int, metavar="N", help="scopes per tenant in the table")
     serve.add_argument("--retire-arm-rows", type=int, metavar="N", help="steps of at least N rows check authority")
+    serve.add_argument("--retire-tenants", metavar="FILE", help="tenants, their keys and what each may hold (TOML)")
+    serve.add_argument("--retire-dram-bytes", type=int, metavar="N", help="host memory for KV pages; 0: none")
     serve.set_defaults(run=_serve, takes_rest=True)
 
     demo = commands.add_parser("demo", add_help=False, allow_abbrev=False, help="see a supersede happen")

@@ -21,6 +21,7 @@ class Settings:
 
     `arm_rows`: a step with at least this many rows checks authority at its safe points; shorter steps end soon by
     themselves.  `pin_ttl_ms`, `max_pin_ttl_ms`: pins live so long by default, and at most.
+    `dram_bytes`: of host memory for pages of superseded requests; 0 turns that tier off.
     `min_inherit_tokens`: a shorter common prefix is not worth a certificate.
     `backlog_bytes`: send buffer of a scoped stream's socket; what the last gate cannot call back.
     """
@@ -31,6 +32,7 @@ class Settings:
     arm_rows: int = 128
     pin_ttl_ms: int = 30_000
     max_pin_ttl_ms: int = 600_000
+    dram_bytes: int = 1 << 30
     min_inherit_tokens: int = 0
     backlog_bytes: int = 16_384
 
@@ -45,6 +47,7 @@ class Settings:
             arm_rows=int(os.environ.get("RETIRE_ARM_ROWS", cls.arm_rows)),
             pin_ttl_ms=int(os.environ.get("RETIRE_PIN_TTL_MS", cls.pin_ttl_ms)),
             max_pin_ttl_ms=int(os.environ.get("RETIRE_MAX_PIN_TTL_MS", cls.max_pin_ttl_ms)),
+            dram_bytes=int(os.environ.get("RETIRE_DRAM_BYTES", cls.dram_bytes)),
             min_inherit_tokens=int(os.environ.get("RETIRE_MIN_INHERIT_TOKENS", cls.min_inherit_tokens)),
             backlog_bytes=int(os.environ.get("RETIRE_BACKLOG_BYTES", cls.backlog_bytes)),
         )

@@ -12,6 +12,7 @@ import hmac
 import math
 import os
 import tomllib
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,13 +94,18 @@ class Registry:
         return tuple(self._tenants) or (DEFAULT,)
 
     @property
-    def needs_key(self) -> bool:
-        """Whether a request without a key is nobody's."""
-        return bool(self._keys)
+    def guards_everything(self) -> bool:
+        """Whether every route asks for a key, not only those that vLLM guards."""
+        return bool(self._tenants)
 
     def tenant(self, tenant: TenantId) -> Tenant:
         """What the tenant may hold; the defaults for one that no file names."""
         return self._tenants.get(tenant) or Tenant(tenant)
+
+    def cache_salt(self, tenant: TenantId | None, secret: int, given: str | None) -> str:
+        """What keeps the blocks of this tenant's requests apart; a request of nobody shares with nobody."""
+        whose = uuid.uuid4().hex if tenant is None else f"{secret}\0{tenant}"
+        return hashlib.sha256(f"{whose}\0{given or ''}".encode()).hexdigest()
 
     def authenticate(self, authorization: str | None) -> TenantId:
         """The tenant behind an Authorization header.

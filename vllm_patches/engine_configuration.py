@@ -19,11 +19,12 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
     from retire.authority import home
     from retire.engine import configuration
     from retire.settings import Settings
+    from retire.tenants import Registry
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
         configuration.check(config, api_processes=self._api_process_count)
-        home.own(Settings.from_env())
+        home.own(Settings.from_env(), Registry.from_env().names)
         return config
 
     return create_engine_config

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
+from contextvars import ContextVar
 from pathlib import Path
 
 from retire.authority.store import Authority
 from retire.authority.table import AuthorityTable
 from retire.core.errors import SeamError
+from retire.core.types import TenantId
 from retire.settings import TABLE_ENV, Settings
+
+asking: ContextVar[TenantId | None] = ContextVar("retire_asking", default=None)
+"""Whose request this task works for, as authenticated by the gate."""
 
 _authority: Authority | None = None
 
 
-def own(settings: Settings) -> Authority:
+def own(settings: Settings, tenants: Sequence[str]) -> Authority:
     """Open the state directory for this process (once) and announce its table to child processes.
 
     Raises:
@@ -27,7 +33,9 @@ def own(settings: Settings) -> Authority:
     global _authority  # noqa: PLW0603 - one home per process
     if _authority is None:
         try:
-            _authority = Authority.open(settings.state_dir, scopes_per_tenant=settings.scopes, rows=settings.rows)
+            _authority = Authority.open(
+                settings.state_dir, tenants=tenants, scopes_per_tenant=settings.scopes, rows=settings.rows
+            )
         except OSError as error:
             raise SeamError(f"state directory {settings.state_dir}: {error.strerror or error}") from error
         os.environ[TABLE_ENV] = str(_authority.table_path)

@@ -130,7 +130,6 @@ class Authority:
         *,
         tenants: Sequence[str] = ("default",),
         scopes_per_tenant: int = 4096,
-        scope_limits: Mapping[str, int] | None = None,
         rows: int = 8192,
         sync_interval_s: float = 0.5,
         tombstone_retention_s: float = 7 * 86400,

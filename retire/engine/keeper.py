@@ -138,6 +138,7 @@ class Keeper:
         """Weights, adapters or the cache are about to change."""
         if self._tier is not None:
             self._tier.cancel_all()
+        self.ownership.end_copies()
 
     def counters(self) -> dict[str, int]:
         """What host memory holds and has done."""

@@ -134,8 +134,13 @@ class Ownership:
         return True
 
     def end_copy(self, request: RequestId) -> None:
-        """The copy is over, whatever came of it."""
-        self._pool.free_blocks(reversed(self._copies.pop(request)))
+        """The copy is over, or not wanted any more; saying so again changes nothing."""
+        self._pool.free_blocks(reversed(self._copies.pop(request, [])))
+
+    def end_copies(self) -> None:
+        """No copy is wanted any more: what is still being read may be overwritten."""
+        for request in list(self._copies):
+            self.end_copy(request)
 
     # -- what is held -----------------------------------------------------------------------------------------------
 

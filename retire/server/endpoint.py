@@ -17,8 +17,8 @@ from retire.core.errors import SeamError
 from retire.server.gate import Gate
 from retire.server.routes import document_headers, router
 from retire.server.service import Service
-from retire.server.tenants import Tenants
 from retire.settings import PLUGIN_NAME, Settings
+from retire.tenants import Registry
 
 
 class RetireEndpoint:
@@ -31,7 +31,7 @@ class RetireEndpoint:
         self._app: FastAPI | None = None
         self._build: Any = None
         self._service: Service | None = None
-        self._tenants = Tenants(())
+        self._tenants: Registry | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and put the gate around everything, the middleware that is added later included."""
@@ -40,7 +40,7 @@ class RetireEndpoint:
         inner_build = app.build_middleware_stack
 
         def build_with_gate() -> ASGIApp:
-            return Gate(inner_build(), self.service, lambda: self._tenants)
+            return Gate(inner_build(), self.service, self.tenants)
 
         app.build_middleware_stack = build_with_gate  # type: ignore[method-assign]
         self._app, self._build = app, build_with_gate
@@ -50,6 +50,12 @@ class RetireEndpoint:
         if self._service is None:
             raise SeamError("RETIRE is not ready")
         return self._service
+
+    def tenants(self) -> Registry:
+        """Who may ask, once this process is ready."""
+        if self._tenants is None:
+            raise SeamError("RETIRE is not ready")
+        return self._tenants
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Refuse to serve unless everything is in its place; then follow the engine.
@@ -68,7 +74,7 @@ class RetireEndpoint:
 
         from vllm import envs
 
-        self._tenants = Tenants(args.api_key or [envs.VLLM_API_KEY or ""])
+        tenants = Registry.from_env(args.api_key or [envs.VLLM_API_KEY or ""])
         models = state.openai_serving_models
         self._service = Service(
             authority,
@@ -76,8 +82,10 @@ class RetireEndpoint:
             call_engine=core.call_utility_async,
             engine_dead=lambda: bool(engine_client.errored),
             fingerprint=getattr(state.openai_serving_chat, "system_fingerprint", None),
+            tenants=tenants,
             serves_model=lambda name: models.is_base_model(name) or name in models.lora_requests,
         )
+        self._tenants = tenants
         state.retire = self._service
         self._service.spawn(self._service.follow_engine())
 

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Literal
 
+from retire.authority import home
 from retire.authority.store import ScopeView
 from retire.authority.tag import EPOCH_KEY, PREFIX, SCOPE_KEY, Tag, to_xargs
 from retire.core.errors import (
@@ -38,8 +39,8 @@ from retire.server.requests import (
 )
 from retire.server.schemas import REASON_MAX_CHARS
 from retire.server.service import FENCE_WAIT_S, Service, Superseded
-from retire.server.tenants import Tenants
 from retire.server.transitions import Transition, now_ns
+from retire.tenants import Registry
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -50,9 +51,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 GATED = {"/v1/chat/completions": True, "/v1/completions": False}  # path → whether it speaks in chat chunks
 SUPERSEDE = "/supersede"
 OURS = (SUPERSEDE, "/scopes", "/transitions", "/retire")
+OPEN = frozenset({"/health", "/ping", "/load", "/metrics", "/version", "/docs", "/redoc", "/openapi.json"})  # no key
 ABANDONED_AFTER_S = 10.0
 PREFIX_OF_OURS = "x-retire-"
-KNOWN = frozenset(PREFIX_OF_OURS + name for name in ("scope", "epoch", "supersedes", "contract", "reason"))
+KNOWN = frozenset(
+    PREFIX_OF_OURS + name for name in ("scope", "epoch", "supersedes", "contract", "reason", "equivalence")
+)
 EPOCH_MAX_DIGITS = len(str(EPOCH_MAX))
 
 
@@ -107,6 +111,13 @@ class Headers:
             raise InvalidRequest(f"a reason has at most {REASON_MAX_CHARS} characters", param="X-Retire-Reason")
         return value
 
+    def exact(self) -> bool:
+        """`X-Retire-Equivalence`: whether the request is to be computed as a clean run would."""
+        value = self._values.get("x-retire-equivalence", "mode_matched")
+        if value not in ("mode_matched", "exact"):
+            raise InvalidRequest("equivalence is mode_matched or exact", param="X-Retire-Equivalence")
+        return value == "exact"
+
     def require_json(self) -> None:
         """As vLLM's routes do; without it any web page could send a supersede unasked."""
         media_type = (self._values.get("content-type") or "").partition(";")[0].strip().lower()
@@ -121,15 +132,17 @@ class Headers:
 class Gate:
     """Wraps the whole application, vLLM's own middleware included."""
 
-    def __init__(self, app: App, service: Callable[[], Service], tenants: Callable[[], Tenants]) -> None:
+    def __init__(self, app: App, service: Callable[[], Service], tenants: Callable[[], Registry]) -> None:
         self._app = app
         self._get_service = service
         self._get_tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
-        if scope["type"] == "websocket" and _speaks_to_us(scope):
-            await send({"type": "websocket.close", "code": 1008, "reason": "a websocket cannot carry a scope"})
+        if scope["type"] == "websocket" and (_speaks_to_us(scope) or self._get_tenants().guards_everything):
+            await send(
+                {"type": "websocket.close", "code": 1008, "reason": "a websocket carries no scope and no tenant"}
+            )
             return
         if scope["type"] != "http" or scope["method"] == "OPTIONS":  # a preflight asks for nothing and has no key
             await self._app(scope, receive, send)
@@ -137,13 +150,15 @@ class Gate:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         exchange = Exchange(self._app, self._get_service, scope, receive, send)
         try:
-            headers = Headers(scope)
+            headers, tenants = Headers(scope), self._get_tenants()
+            if tenants.guards_everything and path not in OPEN:
+                home.asking.set(tenants.authenticate(headers.get("authorization")))
             if path == SUPERSEDE and scope["method"] == "POST":
-                await exchange.supersede(headers, self._get_tenants().authenticate(headers.get("authorization")))
+                await exchange.supersede(headers, tenants.authenticate(headers.get("authorization")))
             elif path in GATED and scope["method"] == "POST":
-                await exchange.gated(path, headers, self._get_tenants())
+                await exchange.gated(path, headers, tenants)
             elif path.startswith(OURS):
-                scope["retire.tenant"] = self._get_tenants().authenticate(headers.get("authorization"))
+                scope["retire.tenant"] = tenants.authenticate(headers.get("authorization"))
                 await self._app(scope, receive, send)
             elif headers.scoped:
                 raise Unsupported(f"{path} cannot carry a scope; use {' or '.join(GATED)}", param="X-Retire-Scope")
@@ -192,7 +207,7 @@ class Exchange:
         assert request.successor is not None
         await self._serve(request.successor.endpoint, successor, done.view, done.record, rewritten=True)
 
-    async def gated(self, path: str, headers: Headers, tenants: Tenants) -> None:
+    async def gated(self, path: str, headers: Headers, tenants: Registry) -> None:
         """A chat completion or completion, scoped or not, superseding or not."""
         if not headers.scoped:
             raw = await self._body()
@@ -213,7 +228,10 @@ class Exchange:
             body = _json_object(await self._body())
             view = self._join(tenant, scope_name, epoch, body)
             assert body is not None
+            exact = headers.exact()
         else:
+            headers.refuse("x-retire-equivalence", why="the contract says it")
+            exact = False  # the engine knows the contract
             if epoch is not None:
                 raise InvalidRequest("X-Retire-Supersedes already names the epoch", param="X-Retire-Epoch")
             done = self._supersede_by_header(headers, tenant, scope_name, expected)
@@ -227,7 +245,7 @@ class Exchange:
             _merge(scope_name, None, body, superseding=True)
             refuse_unsupported(body)
             view = done.view
-        await self._serve(path, body, view, self._advanced, rewritten=False)
+        await self._serve(path, body, view, self._advanced, rewritten=False, exact=exact)
 
     def _join(
         self, tenant: TenantId, scope_name: str | None, epoch: int | None, body: dict[str, Any] | None
@@ -241,6 +259,7 @@ class Exchange:
         refuse_unsupported(body)
         service = self._service()
         service.require_engine(tenant, scope_name)
+        service.require_room(tenant, scope_name)
         return service.authority.resolve(tenant, scope_name, epoch)
 
     def _supersede_by_header(
@@ -258,7 +277,14 @@ class Exchange:
     # -- a scoped response ----------------------------------------------------------------------------------------
 
     async def _serve(
-        self, path: str, body: dict[str, Any], view: ScopeView, record: Transition | None, *, rewritten: bool
+        self,
+        path: str,
+        body: dict[str, Any],
+        view: ScopeView,
+        record: Transition | None,
+        *,
+        rewritten: bool,
+        exact: bool = False,
     ) -> None:
         service = self._service()
         cycle = getattr(self._send, "__self__", None)
@@ -266,7 +292,7 @@ class Exchange:
             raise EngineError("the gate is not the outermost layer of this server; scoped requests are refused")
         ticket = service.authority.issue(view)
         try:
-            stream = Stream(self, service, path, body, view, ticket, record, cycle)
+            stream = Stream(self, service, path, body, view, ticket, record, cycle, exact=exact)
         except BaseException:
             service.authority.release(ticket)
             raise
@@ -393,6 +419,8 @@ class Stream:
         ticket: Ticket,
         record: Transition | None,
         cycle: Any,
+        *,
+        exact: bool,
     ) -> None:
         self.epoch = view.epoch
         self.finishing = False
@@ -411,9 +439,9 @@ class Stream:
         self._start: Message | None = None
         self._started = False
         self._buffer: list[bytes] = []
-        self._request_body: bytes | None = self._prepare(path, body)
+        self._request_body: bytes | None = self._prepare(path, body, exact=exact)
 
-    def _prepare(self, path: str, body: dict[str, Any]) -> bytes:
+    def _prepare(self, path: str, body: dict[str, Any], *, exact: bool) -> bytes:
         """The application's body: with the tag, the scope's cache generation, and running usage for the count."""
         view = self._view
         options = body.get("stream_options") if isinstance(body.get("stream_options"), dict) else {}
@@ -429,7 +457,7 @@ class Stream:
             running_usage=bool(options and options.get("include_usage") and options.get("continuous_usage_stats")),
             fingerprint=self._service.fingerprint,
         )
-        tag = Tag(view.tenant, view.scope, view.epoch, self._ticket)
+        tag = Tag(view.tenant, view.scope, view.epoch, self._ticket, exact)
         xargs = body.get("vllm_xargs")
         kept = {k: v for k, v in xargs.items() if not str(k).startswith(PREFIX)} if isinstance(xargs, dict) else {}
         prepared = {**body, "vllm_xargs": {**kept, **to_xargs(tag, self._service.authority.secret)}}

@@ -31,6 +31,10 @@ SCOPE_HEADERS = {
         "the contract of POST /supersede, as JSON; with X-Retire-Supersedes",
         '{"keep_prefix": 6000}',
     ),
+    "X-Retire-Equivalence": (
+        "exact: compute it alone and on the chunk grid, so that a successor can equal a clean run bit for bit",
+        "exact",
+    ),
     "X-Retire-Reason": ("why; with X-Retire-Supersedes", "user_steering"),
     "Idempotency-Key": ("same key: the same transition, answered with its record; with X-Retire-Supersedes", "k-1"),
 }

@@ -44,10 +44,8 @@ class ContractBody(_Strict):
         Raises:
             Unsupported: this server cannot honour it.
         """
-        if self.equivalence == "exact":
-            raise Unsupported('equivalence "exact" is not offered by this server', param="contract.equivalence")
-        if self.retain.tier == "dram":
-            raise Unsupported('tier "dram" is not offered by this server', param="contract.retain.tier")
+        if self.retain.tier == "dram" and settings.dram_bytes == 0:
+            raise Unsupported("this server keeps no pages in host memory", param="contract.retain.tier")
         ttl_ms = settings.pin_ttl_ms if self.retain.ttl_s is None else int(self.retain.ttl_s * 1000)
         if ttl_ms > settings.max_pin_ttl_ms:
             raise Unsupported(

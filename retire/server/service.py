@@ -19,11 +19,12 @@ from typing import Any, Literal, Protocol
 import xxhash
 
 from retire.authority.store import Authority, ScopeView
-from retire.core.errors import EngineError, NotFound, Unsupported
+from retire.core.errors import EngineError, NotFound, OverLimit, Unsupported
 from retire.core.types import Contract, Epoch, ScopeId, Stage, TenantId, TransitionId
 from retire.server import metrics
 from retire.server.transitions import Transition, Transitions, now_ns
 from retire.settings import Settings
+from retire.tenants import Registry
 
 _log = logging.getLogger("vllm.retire")
 FENCE_WAIT_S = 60.0
@@ -70,12 +71,14 @@ class Service:
         call_engine: Utility,
         engine_dead: Callable[[], bool],
         serves_model: Callable[[str], bool],
+        tenants: Registry,
         fingerprint: str | None = None,
     ) -> None:
         self.fingerprint = fingerprint
         self.authority = authority
         self.settings = settings
         self.transitions = Transitions()
+        self._tenants = tenants
         self._call_engine = call_engine
         self.engine_dead = engine_dead
         self.serves_model = serves_model
@@ -111,6 +114,7 @@ class Service:
             if earlier is not None:
                 return earlier
         self.require_engine(tenant, scope)
+        self.require_room(tenant, scope, transition=True)
         if idempotency:
             self.authority.remember_idempotent(tenant, idempotency[0], digest, transition=number, scope=scope)
         advanced_ns = now_ns()
@@ -281,6 +285,18 @@ class Service:
         if self.engine_dead():
             view = self.authority.view(tenant, scope)
             raise EngineError("the engine is gone", current_epoch=view.epoch if view is not None else None)
+
+    def require_room(self, tenant: TenantId, scope: str, *, transition: bool = False) -> None:
+        """Raise OverLimit when one scope (or transition) more is over what the tenants file allows."""
+        allowed = self._tenants.tenant(tenant)
+        if allowed.scopes is not None:
+            live = {name for owner, name in self._streams if owner == tenant}
+            if scope not in live and len(live) >= allowed.scopes:
+                raise OverLimit(f"the tenant has {len(live)} scopes with requests in flight", param="scope")
+        if transition and allowed.transitions is not None:
+            still_open = self.transitions.still_open(tenant, other_than=scope)
+            if still_open >= allowed.transitions:
+                raise OverLimit(f"the tenant has {still_open} transitions open", param="scope")
 
     def abandon(self, record: Transition) -> None:
         """The client left before its successor reached the engine: nothing is to be kept for it."""

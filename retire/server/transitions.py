@@ -32,6 +32,7 @@ class Transition:
     published: list[dict[str, Any]] = field(default_factory=list)
     receipts: list[dict[str, Any]] = field(default_factory=list)
     ended_ns: dict[Stage, int] = field(default_factory=dict)
+    moved_ns: dict[str, int] = field(default_factory=dict)  # to and from host memory
     certificate: dict[str, Any] | None = None
     refusal: str | None = None
     adopted_blocks: list[list[int | None]] | None = None
@@ -61,13 +62,16 @@ class Transition:
                 )
             case "certificate":
                 self.certificate = {
-                    key: fact[key] for key in ("tokens", "source", "target", "fingerprint", "blocks", "generations")
+                    key: fact[key]
+                    for key in ("tokens", "source", "target", "fingerprint", "tier", "blocks", "generations")
                 }
             case "adopted":
                 self.adopted_blocks = fact["blocks"]
             case "refused":
                 self.refusal = fact["refusal"]
                 self.certificate = None
+            case "offloaded" | "restored":
+                self.moved_ns[fact["kind"]] = fact["at_ns"]
             case "closed":
                 self.outcome = fact["outcome"]
                 self.fenced.set()
@@ -97,6 +101,7 @@ class Transition:
         """Everything known now."""
         contract = self.contract
         stages = {stage.value: _ms(ns - self.advanced_ns) for stage, ns in self.ended_ns.items()}
+        stages |= {moved: _ms(ns - self.advanced_ns) for moved, ns in self.moved_ns.items()}
         stages[Stage.ADVANCE.value] = 0.0
         if self.first_frame_ns is not None:
             stages["first_frame"] = _ms(self.first_frame_ns - self.advanced_ns)
@@ -149,6 +154,14 @@ class Transitions:
         """The scope's latest record."""
         found = self._by_scope.get((tenant, scope))
         return None if found is None else self._records[found]
+
+    def still_open(self, tenant: TenantId, other_than: str) -> int:
+        """How many of the tenant's scopes, this one apart, have a transition that has not closed."""
+        return sum(
+            1
+            for (owner, scope), latest in self._by_scope.items()
+            if owner == tenant and scope != other_than and self._records[latest].outcome is None
+        )
 
     def learn(self, fact: dict[str, Any]) -> Transition | None:
         """Hand a fact to its record."""
