@@ -19,7 +19,7 @@ import httpx
 
 from retire import __version__, models
 from retire.core.errors import RetireError
-from retire.settings import PLUGIN_NAME
+from retire.settings import DRAM_ENV, PLUGIN_NAME, size_bytes
 
 SERVER_MODULE: Final = "vllm.entrypoints.launchers.api_server.entry"
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
@@ -32,7 +32,7 @@ _SETTINGS: Final = {
     "retire_scopes": "RETIRE_SCOPES",
     "retire_arm_rows": "RETIRE_ARM_ROWS",
     "retire_tenants": "RETIRE_TENANTS",
-    "retire_dram_bytes": "RETIRE_DRAM_BYTES",
+    "retire_dram_bytes": DRAM_ENV,
 }
 _COMPILATION_FLAGS: Final = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "--optimization-level")
 _LOADED_UNLESS_LISTED: Final = (  # vLLM's groups that an unset VLLM_PLUGINS loads in full
@@ -85,7 +85,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     serve.add_argument("--retire-scopes", type=int, metavar="N", help="scopes per tenant in the table")
     serve.add_argument("--retire-arm-rows", type=int, metavar="N", help="steps of at least N rows check authority")
     serve.add_argument("--retire-tenants", metavar="FILE", help="tenants, their keys and what each may hold (TOML)")
-    serve.add_argument("--retire-dram-bytes", type=int, metavar="N", help="host memory for KV pages; 0: none")
+    serve.add_argument(
+        "--retire-dram-bytes", type=_size, metavar="SIZE", help="host memory for KV pages, e.g. 2GiB; 0 for none"
+    )
     serve.set_defaults(run=_serve, takes_rest=True)
 
     demo = commands.add_parser("demo", add_help=False, allow_abbrev=False, help="see a supersede happen")
@@ -120,6 +122,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if unknown := [flag for flag in rest if args.command == "serve" and flag.startswith("--retire-")]:
         serve.error(f"unrecognized arguments: {' '.join(unknown)}")
     return args, rest
+
+
+def _size(text: str) -> int:
+    try:
+        return size_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _epoch(text: str) -> int | str:

@@ -8,10 +8,14 @@ Every process of the server inherits the same environment, so all of them read t
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from retire.core.errors import SeamError
+
 PLUGIN_NAME = "retire"
+DRAM_ENV = "RETIRE_DRAM_BYTES"
 TABLE_ENV = "RETIRE_TABLE"  # set by the process that owns the state directory, inherited by engine and workers
 
 
@@ -21,7 +25,7 @@ class Settings:
 
     `arm_rows`: a step with at least this many rows checks authority at its safe points; shorter steps end soon by
     themselves.  `pin_ttl_ms`, `max_pin_ttl_ms`: pins live so long by default, and at most.
-    `dram_bytes`: of host memory for pages of superseded requests; 0 turns that tier off.
+    `dram_bytes`: of each worker's host memory for pages of superseded requests; 0 turns that tier off.
     `min_inherit_tokens`: a shorter common prefix is not worth a certificate.
     `backlog_bytes`: send buffer of a scoped stream's socket; what the last gate cannot call back.
     """
@@ -38,7 +42,7 @@ class Settings:
 
     @classmethod
     def from_env(cls) -> Settings:
-        """Read the environment; unset values take the defaults above."""
+        """Read the environment; unset values take the defaults above.  Raises SeamError for a size that is none."""
         default_dir = Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "retire"
         return cls(
             state_dir=Path(os.environ.get("RETIRE_STATE_DIR", default_dir)),
@@ -47,10 +51,26 @@ class Settings:
             arm_rows=int(os.environ.get("RETIRE_ARM_ROWS", cls.arm_rows)),
             pin_ttl_ms=int(os.environ.get("RETIRE_PIN_TTL_MS", cls.pin_ttl_ms)),
             max_pin_ttl_ms=int(os.environ.get("RETIRE_MAX_PIN_TTL_MS", cls.max_pin_ttl_ms)),
-            dram_bytes=int(os.environ.get("RETIRE_DRAM_BYTES", cls.dram_bytes)),
+            dram_bytes=_size_in(DRAM_ENV, cls.dram_bytes),
             min_inherit_tokens=int(os.environ.get("RETIRE_MIN_INHERIT_TOKENS", cls.min_inherit_tokens)),
             backlog_bytes=int(os.environ.get("RETIRE_BACKLOG_BYTES", cls.backlog_bytes)),
         )
+
+
+def size_bytes(text: str) -> int:
+    """Bytes of "1073741824", "512MiB" or "2 GiB".  Raises ValueError for anything else."""
+    found = re.fullmatch(r"(\d+)\s*([KMGT]iB)?", text.strip(), re.ASCII)
+    if found is None:
+        raise ValueError(f"{text!r} is no size: give bytes, or a number and KiB, MiB, GiB or TiB")
+    number, unit = found.groups()
+    return int(number) << (10 * (1 + "KMGT".index(unit[0])) if unit else 0)
+
+
+def _size_in(variable: str, default: int) -> int:
+    try:
+        return size_bytes(os.environ.get(variable, str(default)))
+    except ValueError as error:
+        raise SeamError(f"{variable}: {error}") from None
 
 
 def named_in_vllm_plugins() -> bool:

@@ -9,6 +9,33 @@ import os
 from typing import Any
 
 from retire.core.errors import SeamError
+from retire.settings import DRAM_ENV
+
+TIER_MODULE = "retire.engine.tier"
+
+
+def add_tier(arguments: Any, dram_bytes: int) -> None:
+    """Name our KV connector in vLLM's EngineArgs, unless there is to be none or the caller named one.
+
+    Raises:
+        SeamError: this machine has less memory.
+    """
+    if dram_bytes == 0 or arguments.kv_transfer_config is not None:
+        return
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if dram_bytes > machine_bytes:
+        raise SeamError(f"{DRAM_ENV}: {dram_bytes} bytes of host memory, of {machine_bytes} that this machine has")
+    from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
+
+    arguments.kv_transfer_config = KVTransferConfig(
+        kv_connector="RetireTier",
+        kv_connector_module_path=TIER_MODULE,
+        kv_role="kv_producer",  # a consumer would take multimodal inputs without their tensors from anybody
+        kv_load_failure_policy="recompute",
+    )
+    if current_platform.is_cpu():  # upstream sets a core aside for a connector; ours shares what the model leaves
+        os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
 
 
 def refusals(config: Any, *, api_processes: int) -> list[str]:
@@ -20,7 +47,10 @@ def refusals(config: Any, *, api_processes: int) -> list[str]:
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism above 1"),
         (parallel.data_parallel_size > 1, "data parallelism above 1, MoE-DP included"),
         (api_processes > 1, "more than one API server process (--api-server-count 1)"),
-        (connector is not None, "a KV connector: it would store blocks of a stopped step"),
+        (
+            connector is not None and connector.kv_connector_module_path != TIER_MODULE,
+            "a KV connector other than RETIRE's: it would store blocks of a stopped step",
+        ),
         (parallel.enable_dbo, "dual-batch overlap (--enable-dbo)"),
         (model.is_hybrid or model.is_attention_free, "Mamba or other state-space layers: their state cannot restart"),
         (not cache.enable_prefix_caching, "--no-enable-prefix-caching: certificates install through it"),

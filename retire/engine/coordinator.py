@@ -284,7 +284,7 @@ class Coordinator:
         )
 
     def told(self, event: dict[str, Any]) -> dict[str, int] | None:
-        """A message of the API process, which has already changed the table; "status" is answered."""
+        """A message of the API process, which has already changed the table; "status" and "tier" are answered."""
         key = (TenantId(event.get("tenant", "")), ScopeId(event.get("scope", "")))
         match event["kind"]:
             case "advanced":
@@ -293,13 +293,14 @@ class Coordinator:
                 self._cancelled(key)
             case "abandoned":
                 self._abandoned(key, TransitionId(event["transition"]))
-            case "wake" | "status":
+            case "wake" | "status" | "tier":
                 pass
             case kind:
                 raise InvariantViolation(f"unknown message {kind}")
         self.sweep()
         self._collect(key)
-        return self.leftovers() if event["kind"] == "status" else None
+        answers = {"status": self.leftovers, "tier": self._keeper.counters}
+        return answers[event["kind"]]() if event["kind"] in answers else None
 
     def _cancelled(self, key: ScopeKey) -> None:
         if key in self._states and not self._states[key].cancelled:

@@ -27,6 +27,7 @@ from retire.engine.coordinator import Coordinator
 from retire.engine.keeper import Keeper
 from retire.engine.rates import Rates
 from retire.engine.steps import Steps
+from retire.engine.tier_scheduler import Tier
 from retire.kv.ownership import Ownership, Quota
 from retire.settings import Settings
 from retire.tenants import Registry
@@ -43,7 +44,7 @@ class VersionedScheduler:
         scheduler.defer_block_free = True  # invariant 5: a block that a step may still write waits for its receipt
         settings, kv = Settings.from_env(), scheduler.kv_cache_manager
         base = configuration.fingerprint_base(scheduler.vllm_config)
-        tier = getattr(scheduler.connector, "tier", None)
+        tier: Tier | None = scheduler.connector.tier if scheduler.connector is not None else None
         groups = tuple(
             KVGroup(manager.block_size, get_kv_cache_spec_sliding_window(manager.kv_cache_spec))
             for manager in kv.coordinator.single_type_managers
@@ -53,6 +54,7 @@ class VersionedScheduler:
         self._grid_tokens = _chunk_tokens(scheduler)
         exact = configuration.exact_grid(self._grid_tokens)
         geometry = Geometry(groups, ownership.generation, exact, rates.pays, offloads=tier is not None)
+        self._tier = tier
         self._secret = home.table().secret
         self._turn: str | None = None
         self._alone_last, self._alone_served = False, 0
@@ -169,6 +171,8 @@ class VersionedScheduler:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Receipts first: publish what was written, finish what lost authority before upstream reads its tokens."""
+        if self._tier is not None:
+            self._tier.settle(model_runner_output.kv_connector_output)
         self.retire.step_ended(scheduler_output, getattr(model_runner_output, "retire_receipt", None))
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self.retire.facts.flush()
