@@ -85,7 +85,8 @@ class AdoptionFailed:
 class PagesOffloaded:
     """The answer to `OffloadPages`: the copy in host memory, shaped like the holding's groups.
 
-    A page is None in it whose block was reused before it could be read.  `host` is None when there was no room, or the copy failed; the holding is as it was.
+    A page is None in it whose block was reused before it could be read.  `host` is None when there was no room, or the
+    copy failed; the holding is as it was.
     """
 
     request: RequestId
