@@ -38,11 +38,11 @@ from harness.client import Reply, Streaming
 from harness.experiment import Cell, Result, Target, figures
 from harness.session import Session, note, serving
 from harness.statistics import Bootstrap, Pairs, Verdict, at_least, at_most, holm, median_of_ratios, ratio_of_medians
-from harness.workload import adopted_as_certified, completion, diverging, fresh_salt, fresh_scope, record_of
+from harness.workload import adopted_as_certified, diverging, fresh_salt, fresh_scope, record_of
 
 QUANTUM = 2048
 ANSWER_TOKENS = 16
-PREDECESSOR_TOKENS = 2000  # more than it can decode before it is interrupted
+PREDECESSOR_TOKENS = 4000  # more than it can decode before it is interrupted
 SPEEDUP_AIM, FULL_HIT_AIM = 34.0, 1.02
 ARMS = ("cold", "certified", "native_full_hit")
 
@@ -207,9 +207,7 @@ class _Trial:
     def _send(
         self, ids: list[int], salt: str, headers: dict[str, str] | None = None, tokens: int = ANSWER_TOKENS
     ) -> Streaming:
-        asked = {"logprobs": 0, "return_token_ids": True, "stream_options": {"include_usage": True}}
-        body = completion(self._session.model, ids, tokens, cache_salt=salt, **asked)
-        return Streaming(self._session.url, body, headers)
+        return self._session.stream(ids, tokens, salt, headers)
 
 
 def _pairs(trials: Sequence[Times], above: str, below: str) -> Pairs:

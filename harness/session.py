@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from harness.client import TIMEOUT_S
+from harness.client import TIMEOUT_S, Streaming
 from harness.server import Server
 from harness.workload import complete, completion
 from retire import models
@@ -32,6 +32,11 @@ class Session:
         self.model = model
         self.checks: dict[str, bool] = {}
         self.seal: dict[str, str] = self._status()["seal"]
+
+    def stream(self, ids: list[int], tokens: int, salt: str, headers: Mapping[str, str] | None = None) -> Streaming:
+        """A streamed completion that tells token ids, log-probabilities, and at its end what was cached."""
+        asked = {"logprobs": 0, "return_token_ids": True, "stream_options": {"include_usage": True}}
+        return Streaming(self.url, completion(self.model, ids, tokens, cache_salt=salt, **asked), headers)
 
     def check(self, name: str, holds: bool) -> bool:
         """Note one observation of a claim, which is true when all of them were.  Gives `holds` back."""

@@ -128,7 +128,7 @@ def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(capsys):
 def test_the_registry_has_every_experiment_once_under_its_own_name():
     names = [experiment.name for experiment in bench.EXPERIMENTS]
     assert len(set(names)) == len(names)
-    assert {"inheritance"} <= set(names)
+    assert {"correctness", "inheritance"} <= set(names)
 
 
 def test_the_command_line_hands_its_arguments_on(monkeypatch):
