@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.churn import Churn
 from harness.correctness import Correctness
 from harness.experiment import Experiment, Result
 from harness.inheritance import Inheritance
 from harness.manifest import manifest
 from harness.server import ServerFailed
 
-EXPERIMENTS: tuple[Experiment, ...] = (Correctness(), Inheritance())
+EXPERIMENTS: tuple[Experiment, ...] = (Churn(), Correctness(), Inheritance())
 
 
 def main(argv: Sequence[str] | None = None, experiments: Iterable[Experiment] = EXPERIMENTS) -> int:
