@@ -55,6 +55,7 @@ class Bootstrap:
             raise ValueError("no pair was measured")
         draw = random.Random(seed)  # noqa: S311 - resampling keeps no secret
         self.value = statistic(pairs)
+        self._least_p = 0.5 ** len(pairs)  # what the sign test of so few pairs could show at best
         self._draws = sorted(statistic(draw.choices(pairs, k=len(pairs))) for _ in range(resamples))
 
     def interval(self, level: float = 0.95) -> Interval:
@@ -63,12 +64,16 @@ class Bootstrap:
         return Interval(self._draws[math.floor(tail * last)], self._draws[math.ceil((1 - tail) * last)])
 
     def p_not_above(self, bound: float) -> float:
-        """The p-value of "the statistic is above `bound`" against its opposite; never 0."""
-        return (1 + sum(draw <= bound for draw in self._draws)) / (1 + len(self._draws))
+        """The p-value of "the statistic is above `bound`" against its opposite."""
+        return self._p(sum(draw <= bound for draw in self._draws))
 
     def p_not_below(self, bound: float) -> float:
-        """The p-value of "the statistic is below `bound`" against its opposite; never 0."""
-        return (1 + sum(draw >= bound for draw in self._draws)) / (1 + len(self._draws))
+        """The p-value of "the statistic is below `bound`" against its opposite."""
+        return self._p(sum(draw >= bound for draw in self._draws))
+
+    def _p(self, against: int) -> float:
+        """Resampling knows nothing beyond what was measured: two pairs on one side prove little, and it would say 0."""
+        return max(self._least_p, (1 + against) / (1 + len(self._draws)))
 
 
 def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:

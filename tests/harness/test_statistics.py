@@ -48,6 +48,13 @@ def test_an_interval_of_many_pairs_covers_the_ratio_they_were_drawn_from():
     assert interval.high == pytest.approx(1.05)
 
 
+@pytest.mark.parametrize("count", [1, 2, 5, 20])
+def test_few_pairs_prove_little_even_when_all_agree(count):
+    found = Bootstrap(median_of_ratios, [(n, 2 * n) for n in range(1, count + 1)])
+    assert found.p_not_below(1) == max(0.5**count, 1 / 10_001)
+    assert found.p_not_above(1) == 1
+
+
 def test_nothing_measured_has_no_interval():
     with pytest.raises(ValueError, match="no pair"):
         Bootstrap(median_of_ratios, [])
