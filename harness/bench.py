@@ -19,8 +19,9 @@ from harness.experiment import Experiment, Result
 from harness.inheritance import Inheritance
 from harness.manifest import manifest
 from harness.server import ServerFailed
+from harness.tenants import Tenants
 
-EXPERIMENTS: tuple[Experiment, ...] = (Churn(), Correctness(), Inheritance())
+EXPERIMENTS: tuple[Experiment, ...] = (Churn(), Correctness(), Inheritance(), Tenants())
 
 
 def main(argv: Sequence[str] | None = None, experiments: Iterable[Experiment] = EXPERIMENTS) -> int:

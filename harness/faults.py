@@ -36,6 +36,10 @@ class PageFaults:
             layer[blocks] = saved
         return self.digest_pages(blocks)
 
+    def requests_blocks(self) -> dict[str, list[int]]:
+        """Block ids of every request that this worker knows, in the order of its tokens (first KV group)."""
+        return {name: list(request.block_ids[0]) for name, request in self.model_runner.requests.items()}
+
     def digest_pages(self, blocks: list[int]) -> dict[str, str]:
         """SHA-256 over the pages' bytes, layer by layer."""
         import torch

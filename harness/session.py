@@ -17,7 +17,7 @@ import httpx
 
 from harness.client import TIMEOUT_S, Streaming
 from harness.server import Server
-from harness.workload import complete, completion
+from harness.workload import bearer, complete, completion
 from retire import models
 
 REST_S = 60.0
@@ -25,18 +25,26 @@ FLAGS = ("--enforce-eager", "--enable-prompt-tokens-details", "--max-model-len",
 
 
 class Session:
-    """A server that answers at `url` as `model`.  `checks`: correctness so far; `seal`: what it runs on."""
+    """A server that answers at `url` as `model`, to `key` if it needs one.
 
-    def __init__(self, url: str, model: str) -> None:
+    `checks`: correctness so far; `seal`: what it runs on.
+    """
+
+    def __init__(self, url: str, model: str, key: str | None = None) -> None:
         self.url = url
         self.model = model
+        self.key = key
         self.checks: dict[str, bool] = {}
         self.seal: dict[str, str] = self._status()["seal"]
 
     def stream(self, ids: list[int], tokens: int, salt: str, headers: Mapping[str, str] | None = None) -> Streaming:
         """A streamed completion that tells token ids, log-probabilities, and at its end what was cached."""
         asked = {"logprobs": 0, "return_token_ids": True, "stream_options": {"include_usage": True}}
-        return Streaming(self.url, completion(self.model, ids, tokens, cache_salt=salt, **asked), headers)
+        return Streaming(
+            self.url,
+            completion(self.model, ids, tokens, cache_salt=salt, **asked),
+            {**bearer(self.key), **(headers or {})},
+        )
 
     def check(self, name: str, holds: bool) -> bool:
         """Note one observation of a claim, which is true when all of them were.  Gives `holds` back."""
@@ -52,7 +60,7 @@ class Session:
 
     def pool_usage(self) -> float:
         """The share of KV blocks that somebody references, after a step that nobody else was in."""
-        complete(self.url, completion(self.model, [1], 1))  # vLLM counts at the end of a step
+        complete(self.url, completion(self.model, [1], 1), **bearer(self.key))  # vLLM counts at the end of a step
         metrics = httpx.get(f"{self.url}/metrics", timeout=TIMEOUT_S).raise_for_status().text
         found = re.search(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.MULTILINE)
         if found is None:
@@ -70,18 +78,21 @@ class Session:
         self.check("pool_as_before", self.pool_usage() == usage_before)
 
     def _status(self) -> dict[str, Any]:
-        status: dict[str, Any] = httpx.get(f"{self.url}/retire/status", timeout=TIMEOUT_S).raise_for_status().json()
+        answer = httpx.get(f"{self.url}/retire/status", headers=bearer(self.key), timeout=TIMEOUT_S)
+        status: dict[str, Any] = answer.raise_for_status().json()
         return status
 
 
 @contextmanager
-def serving(model: str, flags: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[Session]:
+def serving(
+    model: str, flags: Sequence[str], env: Mapping[str, str] | None = None, key: str | None = None
+) -> Iterator[Session]:
     """A patched server with `FLAGS` and these; checked for what is left in it at the end."""
     server = Server(models.resolve(model), (*FLAGS, "--served-model-name", model, *flags), env=env)
     note(f"starting a server with {model} ...")
     try:
         server.start()
-        session = Session(server.url, model)
+        session = Session(server.url, model, key)
         usage = session.pool_usage()
         yield session
         session.check_rest(usage)

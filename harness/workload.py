@@ -24,25 +24,33 @@ PATIENCE_S = 120.0
 
 
 @functools.cache
-def _corpus(url: str, model: str) -> tuple[int, ...]:
+def _corpus(url: str, model: str, key: str | None) -> tuple[int, ...]:
     text = "\n".join(topics.topics.values())
-    answer = httpx.post(f"{url}/tokenize", json={"model": model, "prompt": text}, timeout=TIMEOUT_S)
+    body, headers = {"model": model, "prompt": text}, bearer(key)
+    answer = httpx.post(f"{url}/tokenize", json=body, headers=headers, timeout=TIMEOUT_S)
     return tuple(answer.raise_for_status().json()["tokens"])
 
 
-def passage(url: str, model: str, count: int, seed: int) -> list[int]:
+def bearer(key: str | None) -> dict[str, str]:
+    """The header of an API key."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def passage(url: str, model: str, count: int, seed: int, key: str | None = None) -> list[int]:
     """`count` token ids of natural text, another passage per seed."""
-    tokens = _corpus(url, model)
+    tokens = _corpus(url, model, key)
     start = random.Random(seed).randrange(len(tokens))  # noqa: S311 - a place in a book
     doubled = tokens * (2 + count // len(tokens))
     return list(doubled[start : start + count])
 
 
-def diverging(url: str, model: str, shared: int, tail: int, seed: int) -> tuple[list[int], list[int]]:
+def diverging(
+    url: str, model: str, shared: int, tail: int, seed: int, key: str | None = None
+) -> tuple[list[int], list[int]]:
     """Two prompts of `shared` + `tail` tokens that have exactly their first `shared` tokens in common."""
-    old = passage(url, model, shared + tail, seed)
+    old = passage(url, model, shared + tail, seed, key)
     for other in itertools.count(seed + 1_000_000):
-        end = passage(url, model, tail, other)
+        end = passage(url, model, tail, other, key)
         if end[0] != old[shared]:
             return old, old[:shared] + end
     raise AssertionError("an endless count has ended")
@@ -77,11 +85,13 @@ def prefill_s(url: str, model: str, ids: list[int], salt: str | None = None) -> 
     return time.monotonic() - started
 
 
-def record_of(url: str, location: str) -> dict[str, Any]:
+def record_of(url: str, location: str, key: str | None = None) -> dict[str, Any]:
     """The transition's record once it is closed.  Raises TimeoutError."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        record: dict[str, Any] = httpx.get(url + location, timeout=TIMEOUT_S).raise_for_status().json()
+        record: dict[str, Any] = (
+            httpx.get(url + location, headers=bearer(key), timeout=TIMEOUT_S).raise_for_status().json()
+        )
         if record["closed"]:
             return record
         if time.monotonic() > deadline:
