@@ -337,6 +337,16 @@ class Coordinator:
                 self._report(transition, "stage", stage=stage.value)
             self._report(transition, "closed", outcome="cold")
             return
+        for holding in self._states[key].holdings:
+            if holding.host is not None:
+                self._keeper.prolong(holding, self._expiry_ns[transition])
+        self._settle_orphans(key, contract)
+        for rid in self._early.pop(key, []):
+            if rid in self._requests:
+                self._place(rid)
+
+    def _settle_orphans(self, key: ScopeKey, contract: Contract) -> None:
+        """What was closed before this message came is offered now, under its contract."""
         for orphan in self._orphans.pop(key, []):
             current = self._states[key].transition
             if current is not None and orphan.request in current.closing:
@@ -346,9 +356,6 @@ class Coordinator:
                 self._feed(key, happened.RequestClosed(orphan.request, kept, why))
             elif orphan.kept is not None:
                 self._keeper.release((orphan.kept,))
-        for rid in self._early.pop(key, []):
-            if rid in self._requests:
-                self._place(rid)
 
     def _take_finished(
         self, key: ScopeKey, epoch: Epoch, contract: Contract
@@ -356,7 +363,8 @@ class Coordinator:
         """Pin what requests of `epoch` left that had finished by themselves."""
         offers = [self._keeper.keep(left, contract) for left in self._finished.take(key, epoch)]
         refusals = [refusal for _, refusal in offers if refusal is not None]
-        return tuple(kept for kept, _ in offers if kept is not None), refusals[0] if refusals else None
+        refusal = Refusal.QUOTA if Refusal.QUOTA in refusals else next(iter(refusals), None)
+        return tuple(kept for kept, _ in offers if kept is not None), refusal
 
     def _expire(self) -> None:
         """Fed for as long as the transition is open: what closes after the deadline must not stay pinned either."""

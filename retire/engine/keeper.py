@@ -40,6 +40,9 @@ class HostTier(Protocol):
     def drop(self, source: RequestId) -> None:
         """The copy is not wanted any more; unknown sources are none."""
 
+    def prolong(self, source: RequestId, expires_ns: int) -> None:
+        """The copy is wanted until then, if that is later."""
+
     def expect(self, target: RequestId, ticket: Ticket, certificate: Certificate) -> None:
         """The target restores these pages when it is scheduled."""
 
@@ -104,6 +107,11 @@ class Keeper:
         if not begun:
             self.ownership.end_copy(holding.request)
         return begun
+
+    def prolong(self, holding: Holding, expires_ns: int) -> None:
+        """A later transition owns the copy: it lasts as long as that one's contract says."""
+        if self._tier is not None:
+            self._tier.prolong(holding.request, expires_ns)
 
     def copied(self, source: RequestId, *, wanted: bool) -> None:
         """The copy is over."""

@@ -104,6 +104,12 @@ class Tier:
                 self._withdraw(number, job)
         self.pages.drop(source)
 
+    def prolong(self, source: RequestId, expires_ns: int) -> None:
+        """Nobody takes the copy's slots before then."""
+        copy = self.pages.get(source)
+        if copy is not None:
+            copy.expires_ns = max(copy.expires_ns, expires_ns)
+
     def expect(self, target: RequestId, ticket: Ticket, certificate: Certificate) -> None:
         """Let a waiting request restore the certificate's pages when the scheduler comes to it."""
         self._expected[target] = _Expected(ticket, certificate)
