@@ -36,6 +36,16 @@ class PageFaults:
             layer[blocks] = saved
         return self.digest_pages(blocks)
 
+    def spoil_host_pages(self, slots: int) -> dict[str, int]:
+        """Flip the first byte of the first `slots` slots of host memory."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        tier: Any = get_kv_transfer_group()
+        for slot in range(slots):
+            page, _ = tier.worker.arena.slot(slot)
+            page[0] ^= 0xFF
+        return {"slots": slots}
+
     def requests_blocks(self) -> dict[str, list[int]]:
         """Block ids of every request that this worker knows, in the order of its tokens (first KV group)."""
         return {name: list(request.block_ids[0]) for name, request in self.model_runner.requests.items()}
