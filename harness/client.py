@@ -30,6 +30,11 @@ class Frame:
     text: str
     body: dict[str, Any]
 
+    @property
+    def token_ids(self) -> list[int]:
+        """The generated tokens it carried, if token ids were asked for."""
+        return [token for choice in self.body.get("choices", []) for token in choice.get("token_ids") or []]
+
 
 @dataclass
 class Reply:
@@ -54,14 +59,30 @@ class Reply:
         return next((frame.at for frame in self.frames if frame.text), float("inf"))
 
     @property
+    def first_token_at(self) -> float:
+        """When the first generated token came, if token ids were asked for; inf if none did."""
+        return next((frame.at for frame in self.frames if frame.token_ids), float("inf"))
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Every generated token, if token ids were asked for."""
+        return [token for frame in list(self.frames) for token in frame.token_ids]
+
+    @property
     def logprobs(self) -> list[tuple[str, float]]:
         """Token and log-probability of every generated token that was asked for."""
-        return [
-            (entry["token"], entry["logprob"])
-            for frame in self.frames
-            for choice in frame.body.get("choices", [])
-            for entry in (choice.get("logprobs") or {}).get("content") or []
-        ]
+        found: list[tuple[str, float]] = []
+        for choice in (choice for frame in self.frames for choice in frame.body.get("choices", [])):
+            told = choice.get("logprobs") or {}
+            found += [(entry["token"], entry["logprob"]) for entry in told.get("content") or []]
+            found += zip(told.get("tokens") or [], told.get("token_logprobs") or [], strict=True)
+        return found
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """How much of the prompt was not computed, if usage was asked for and the server tells."""
+        details = [(frame.body.get("usage") or {}).get("prompt_tokens_details") for frame in self.frames]
+        return next((told["cached_tokens"] for told in details if told is not None), None)
 
 
 class Streaming:
@@ -115,14 +136,28 @@ class Streaming:
         while self._thread.is_alive() and sum(1 for frame in self.reply.frames if frame.text) < frames:
             time.sleep(0.002)
 
+    def wait_for_tokens(self, count: int) -> None:
+        """Until so many token ids have come, or the reply is over."""
+        while self._thread.is_alive() and len(self.reply.token_ids) < count:
+            time.sleep(0.002)
+
+    def wait_for_headers(self) -> None:
+        """Until the server has accepted the request, or the reply is over."""
+        while self._thread.is_alive() and not self.reply.headers_at:
+            time.sleep(0.002)
+
     def leave(self) -> None:
         """Close the connection, as a client does that has lost interest."""
+        self.hang_up()
+        self._thread.join()
+
+    def hang_up(self) -> None:
+        """The same without waiting for the thread that reads."""
         self._left.set()
         while self._socket is None and self._thread.is_alive():
             time.sleep(0.002)
         if self._socket is not None:
             self._socket.shutdown(socket.SHUT_RDWR)  # closing the client would wait for the thread that reads
-        self._thread.join()
 
 
 def probe_ms(url: str, model: str) -> float:

@@ -23,13 +23,13 @@ import httpx
 
 from harness.client import TIMEOUT_S, Reply, Streaming
 from harness.server import Server
+from harness.workload import PATIENCE_S, prefill_s, record_of
 from retire import models
 
 MODEL = "smollm2"
 QUANTUM = 2048
 CONTEXT_TOKENS = 6400
 ANSWER_TOKENS = 48
-PATIENCE_S = 120.0
 INTO_QUANTUM = 0.15  # of a quantum's time: when the plan changes
 FLAGS = (
     "--enforce-eager",
@@ -76,12 +76,9 @@ class Story:
         ids: list[int] = httpx.post(f"{self.url}/tokenize", json=ask, timeout=TIMEOUT_S).json()["tokens"]
         return ids
 
-    def prefill(self, ids: list[int], salt: str) -> float:
-        """Seconds until the first token of a prompt of these tokens."""
-        started = time.monotonic()
-        body = {"model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0, "cache_salt": salt}
-        httpx.post(f"{self.url}/v1/completions", json=body, timeout=TIMEOUT_S).raise_for_status()
-        return time.monotonic() - started
+    def prefill(self, ids: list[int], salt: str) -> None:
+        """Leave the blocks of these tokens in the cache of that salt."""
+        prefill_s(self.url, MODEL, ids, salt)
 
     def idle_ms(self) -> float:
         """How long the engine takes to answer between two steps."""
@@ -111,17 +108,6 @@ class Story:
         """How long from now until the engine is between two steps."""
         return self._engine_answers_ms() - idle_ms
 
-    def transition(self, reply: Reply) -> dict[str, Any]:
-        """The record of the transition that a reply came from, once it is closed."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            record: dict[str, Any] = httpx.get(self.url + reply.headers["location"], timeout=TIMEOUT_S).json()
-            if record["closed"]:
-                return record
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the transition did not close: {record}")
-            time.sleep(0.05)
-
 
 def play(url: str, say: Any) -> dict[str, Any]:
     """Play the story; returns the figures."""
@@ -146,7 +132,7 @@ def play(url: str, say: Any) -> dict[str, Any]:
     new.wait_for_text(frames=8)
     newest = Streaming(url, story.body(REVISED_AGAIN), {"X-Retire-Scope": scope, "X-Retire-Supersedes": "2"})
     replies = [old.wait(), new.wait(), newest.wait()]
-    first, second = story.transition(replies[1]), story.transition(replies[2])
+    first, second = (record_of(url, reply.headers["location"]) for reply in replies[1:])
     stale = sum(
         1
         for reply, successor in itertools.pairwise(replies)

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         return _fail(f"{error.name} is not installed ({error})", Exit.FAILED)
     except httpx.HTTPError as error:
-        return _fail(f"no answer from {args.url}: {error}", Exit.UNAVAILABLE)
+        return _fail(f"no answer from {getattr(args, 'url', 'the server')}: {error}", Exit.UNAVAILABLE)
     except KeyboardInterrupt:
         return 130
 
@@ -92,6 +92,11 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
     demo = commands.add_parser("demo", add_help=False, allow_abbrev=False, help="see a supersede happen")
     demo.set_defaults(run=_demo, takes_rest=True)
+
+    bench = commands.add_parser(
+        "bench", add_help=False, allow_abbrev=False, help="run one of the paper's experiments on this machine"
+    )
+    bench.set_defaults(run=_bench, takes_rest=True)
 
     supersede = commands.add_parser("supersede", help="revoke a scope's current epoch")
     supersede.add_argument("scope", metavar="SCOPE")
@@ -199,6 +204,12 @@ def _demo(_args: argparse.Namespace, rest: list[str]) -> int:
     from harness import demo
 
     return int(demo.main(rest) or Exit.OK)
+
+
+def _bench(_args: argparse.Namespace, rest: list[str]) -> int:
+    from harness import bench
+
+    return bench.main(rest)
 
 
 def _doctor(_args: argparse.Namespace, _rest: list[str]) -> int:

@@ -83,10 +83,15 @@ class Registry:
         """
         path, given = os.environ.get(FILE_ENV), [key for key in api_keys if key]
         if not path:
-            return cls({}, [(_digest(key), DEFAULT) for key in given], isolated=False)
+            return cls.of_keys(given)
         if given:
             raise SeamError(f"--api-key and the tenants file {path} exclude each other: put the key into the file")
         return load(Path(path))
+
+    @classmethod
+    def of_keys(cls, keys: Iterable[str]) -> Registry:
+        """One tenant behind all these keys; without any, behind every request."""
+        return cls({}, [(_digest(key), DEFAULT) for key in keys], isolated=False)
 
     @property
     def names(self) -> tuple[TenantId, ...]:

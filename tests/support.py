@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import argparse as _long_text
-import functools
-import random
 import time
-import uuid
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 
+from harness import workload
 from harness.client import Reply, Streaming
+from harness.workload import fresh_salt, record_of
 
+MODEL = "tiny"
 TIMEOUT_S = 300
 
 
-@functools.cache
-def _tokens(url: str) -> tuple[int, ...]:
-    text = Path(_long_text.__file__).read_text(encoding="utf-8")
-    answer = httpx.post(f"{url}/tokenize", json={"model": "tiny", "prompt": text}, timeout=TIMEOUT_S)
-    return tuple(answer.json()["tokens"])
-
-
 def text_ids(url: str, count: int, seed: int) -> list[int]:
-    """`count` token ids of real text, another passage per seed."""
-    tokens = _tokens(url)
-    start = random.Random(seed).randrange(len(tokens))
-    doubled = tokens * (2 + count // len(tokens))
-    return list(doubled[start : start + count])
+    """`count` token ids of natural text, another passage per seed."""
+    return workload.passage(url, MODEL, count, seed)
 
 
 def completion(ids: list[int], tokens: int = 16, **more: Any) -> dict[str, Any]:
     """A greedy completion of a token prompt."""
-    return {"model": "tiny", "prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+    return workload.completion(MODEL, ids, tokens, **more)
 
 
 def complete(url: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
@@ -52,11 +40,6 @@ def said(url: str, body: dict[str, Any], **headers: str) -> str:
     return text
 
 
-def fresh_salt() -> str:
-    """A cache of one's own."""
-    return f"clean-{uuid.uuid4()}"
-
-
 def clean_run(url: str, ids: list[int], reused: int, tokens: int = 16) -> str:
     """What a run says that reuses the first `reused` tokens from a completed predecessor, in a cache of its own."""
     salt = fresh_salt()
@@ -67,9 +50,7 @@ def clean_run(url: str, ids: list[int], reused: int, tokens: int = 16) -> str:
 
 def prefill_s(url: str, ids: list[int]) -> float:
     """How long a cold prompt of these tokens takes."""
-    started = time.monotonic()
-    said(url, completion(ids, 1, cache_salt=fresh_salt()))
-    return time.monotonic() - started
+    return workload.prefill_s(url, MODEL, ids)
 
 
 @dataclass
@@ -84,16 +65,6 @@ class Handover:
     def stopped(self) -> bool:
         """Whether a step of the predecessor was stopped at a safe point."""
         return any(receipt["stopped"] for receipt in self.record["receipts"])
-
-
-def record_of(url: str, location: str) -> dict[str, Any]:
-    """The transition's record once it is closed."""
-    deadline = time.monotonic() + 120
-    while True:
-        record: dict[str, Any] = httpx.get(url + location, timeout=TIMEOUT_S).json()
-        if record["closed"] or time.monotonic() > deadline:
-            return record
-        time.sleep(0.02)
 
 
 def supersede(

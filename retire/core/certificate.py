@@ -134,7 +134,10 @@ def best(
     equivalence: Equivalence,
     env: Geometry,
 ) -> tuple[Holding, Certificate] | Refusal:
-    """The holding that yields the longest certificate (the first of equals), or the most promising one's refusal."""
+    """The holding that yields the longest certificate, or the most promising one's refusal.
+
+    Of equals one on the device, and of these the first.
+    """
     if not holdings:
         return Refusal.NO_PREDECESSOR
     tried = [
@@ -143,7 +146,7 @@ def best(
     ]
     granted = [(one, found) for one, found in tried if isinstance(found, Certificate)]
     if granted:
-        return max(granted, key=lambda pair: pair[1].tokens)
+        return max(granted, key=lambda pair: (pair[1].tokens, pair[1].tier is Tier.HBM))
     _, refusal = max(tried, key=lambda pair: _shared_tokens(pair[0], successor))
     assert isinstance(refusal, Refusal)
     return refusal

@@ -83,9 +83,10 @@ class AdoptionFailed:
 
 @dataclass(frozen=True, slots=True)
 class PagesOffloaded:
-    """The answer to `OffloadPages`: every page of the holding has its copy in host memory, shaped like its groups.
+    """The answer to `OffloadPages`: the copy in host memory, shaped like the holding's groups.
 
-    `host` is None when there was no room, or the copy failed; the holding is as it was.
+    A page is None in it whose block was reused before it could be read.  `host` is None when there was no room, or the
+    copy failed; the holding is as it was.
     """
 
     request: RequestId

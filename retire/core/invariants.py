@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from .errors import InvariantViolation
-from .types import EPOCH_MAX, Certificate, Holding, PageRef, Stage, Tier
+from .types import EPOCH_MAX, Certificate, Equivalence, Holding, PageRef, Stage, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,11 +92,14 @@ def _check_holdings(state: ScopeState, t: Transition) -> None:
     require(len(sources) == len(set(sources)), Invariant.PINS, "a holding is owned twice")
     require(not set(sources) & (state.live | t.closing), Invariant.WRITTEN_BEFORE_READ, "a writer is not closed")
     require(t.refusal is None or not t.holdings, Invariant.NAMED_REFUSAL, "pins are kept after a refusal")
-    require(t.copying <= set(sources), Invariant.PINS, "pages are copied that are not held")
+    uncopied = {holding.request for holding in t.holdings if holding.host is None}
+    require(t.copying <= uncopied, Invariant.PINS, "pages are copied that are not held, or have a copy")
     for holding in t.holdings:
         require(holding.tenant == state.tenant, Invariant.ISOLATION, "a holding is another tenant's")
         written = holding.frontier_tokens <= len(holding.tokens)
         require(written, Invariant.WRITTEN_BEFORE_READ, "the frontier lies beyond the tokens")
+        shaped = holding.host is None or is_copy(holding.host, holding.groups)
+        require(shaped, Invariant.CERTIFIED, "a copy is not shaped like its source")
     if t.certificate is not None:
         require(sources == [t.certificate.source], Invariant.CERTIFIED, "the certificate's source is not what is held")
         _check_certificate(state, t, t.certificate, t.holdings[0])
@@ -114,12 +117,23 @@ def _check_certificate(state: ScopeState, t: Transition, certificate: Certificat
     n = certificate.tokens
     require(0 < n < len(successor.tokens), Invariant.CERTIFIED, "no token is left to compute")
     require(n <= source.frontier_tokens, Invariant.WRITTEN_BEFORE_READ, "certified beyond the frontier")
+    on_grid = t.contract.equivalence is not Equivalence.EXACT or n <= source.grid_tokens
+    require(on_grid, Invariant.CERTIFIED, "certified as exact beyond the chunks of a clean run")
     same_prefix = list(source.tokens[:n]) == list(successor.tokens[:n])
     require(same_prefix, Invariant.CERTIFIED, "the prefix differs")
-    require(len(certificate.groups) == len(source.groups), Invariant.CERTIFIED, "group counts differ")
     pages: Sequence[Sequence[PageRef]] = source.groups if certificate.tier is Tier.HBM else source.host or ()
+    require(len(certificate.groups) == len(pages), Invariant.CERTIFIED, "group counts differ, or there is no copy")
     for certified, held in zip(certificate.groups, pages, strict=True):
         require(_is_prefix(certified, held), Invariant.CERTIFIED, "a certified page is not the source's")
+
+
+def is_copy(copied: Sequence[Sequence[PageRef]], held: Sequence[Sequence[PageRef]]) -> bool:
+    """Shaped alike, and no page that was not held; some may be missing."""
+    return [len(pages) for pages in copied] == [len(pages) for pages in held] and not any(
+        page is not None and source is None
+        for pages, sources in zip(copied, held, strict=True)
+        for page, source in zip(pages, sources, strict=True)
+    )
 
 
 def _is_prefix(certified: Sequence[PageRef], held: Sequence[PageRef]) -> bool:

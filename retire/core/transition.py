@@ -43,7 +43,7 @@ from .events import (
     RequestFinished,
     ScopeCancelled,
 )
-from .invariants import Invariant, require
+from .invariants import Invariant, is_copy, require
 from .types import (
     Certificate,
     Contract,
@@ -76,7 +76,8 @@ class Transition:
     `holdings`: pins owned here and nowhere else (invariant 6); in RESUME only the certificate's source.
     `successor`: the first request of the new epoch; waits in FENCE, installs in RESUME.
     `refusal`: why nothing is or will be held; set as soon as it is known (invariant 10).
-    `unkept`: why something that was written is not held; the refusal if nothing else is.
+    `unkept`: why something that was written is not held; the refusal if nothing else is.  QUOTA also if nothing else
+    can be certified: its successor reads nothing, so that what has no room is not inherited through the prefix cache.
     `copying`: sources of the holdings that are being copied to host memory.
     """
 
@@ -162,12 +163,10 @@ def _advance(state: ScopeState, event: EpochAdvanced, env: Geometry) -> Step:
     _expect(event.old_epoch >= state.epoch, f"late: epoch {event.old_epoch} was passed, {state.epoch} is current")
     _expect(event.new_epoch > event.old_epoch, f"epoch {event.new_epoch} does not follow {event.old_epoch}")
     _expect(overtaken is None or overtaken.id != event.transition, f"transition {event.transition} is open already")
-    owned = {holding.request for holding in state.holdings}
-    for holding in event.left:
-        _expect(holding.tenant == state.tenant, f"the holding of {holding.request} is another tenant's")
-        _expect(holding.request not in owned, f"{holding.request} handed over its pins already")
     closing = state.live | state.leaving | state.closing
-    holdings = (*state.holdings, *event.left)
+    for holding in event.left:
+        _expect(holding.request not in closing, f"{holding.request} has not finished")
+    holdings = (*state.holdings, *_offered(state, event.left))
     refusal = None if event.contract.inherit is Inherit.CERTIFIED else Refusal.NOT_WANTED
     opened = Transition(
         id=event.transition,
@@ -178,7 +177,7 @@ def _advance(state: ScopeState, event: EpochAdvanced, env: Geometry) -> Step:
         closing=closing,
         holdings=() if refusal else holdings,
         refusal=refusal,
-        unkept=event.refusal or (overtaken.unkept if overtaken is not None else None),
+        unkept=_unkept(overtaken.unkept if overtaken is not None else None, event.refusal),
         copying=overtaken.copying if overtaken is not None and not refusal else NOBODY,
     )
     effects: list[Effect] = [ReportStage(opened.id, Stage.ADVANCE)]
@@ -202,10 +201,10 @@ def _close_in_fence(state: ScopeState, event: RequestClosed, env: Geometry) -> S
     transition = _open(state)
     if event.request not in transition.closing:
         return _close_stranger(state, event, env)
-    offered = _offered(state, event)
+    offered = _of_closed(state, event)
     if transition.refusal is None:
-        if event.refusal is not None:
-            state = replace(state, transition=replace(transition, unkept=event.refusal))
+        unkept = _unkept(transition.unkept, event.refusal)
+        state = replace(state, transition=replace(transition, unkept=unkept))
         return _closed(state, event.request, offered, env)
     after, effects = _closed(state, event.request, (), env)
     return after, (*_release(offered), *effects)
@@ -230,7 +229,7 @@ def _closed(state: ScopeState, request: RequestId, kept: tuple[Holding, ...], en
 def _close_stranger(state: ScopeState, event: RequestClosed, env: Geometry) -> Step:
     """No transition waits for this request: whatever it offers goes back at once."""
     _expect(event.request not in state.live, f"{event.request} is live: it finishes, or its epoch is revoked first")
-    offered = _offered(state, event)
+    offered = _of_closed(state, event)
     _expect(bool(offered) or event.request in state.leaving, f"{event.request} is unknown, or closed already")
     return replace(state, leaving=state.leaving - {event.request}), _release(offered)
 
@@ -257,12 +256,12 @@ def _offloaded(state: ScopeState, event: PagesOffloaded, env: Geometry) -> Step:
     transition = replace(transition, copying=transition.copying - {event.request})
     if event.host is None:
         return replace(state, transition=transition), ()
-    copied = {h.request: replace(h, host=event.host) for h in transition.holdings if h.request == event.request}
-    holdings = tuple(copied.get(holding.request, holding) for holding in transition.holdings)
+    (source,) = (holding for holding in transition.holdings if holding.request == event.request)
+    require(is_copy(event.host, source.groups), Invariant.CERTIFIED, f"this is no copy of {event.request}")
+    copied = replace(source, host=event.host)
+    holdings = tuple(copied if holding is source else holding for holding in transition.holdings)
     after = replace(state, transition=replace(transition, holdings=holdings))
-    if transition.stage is Stage.RESUME:
-        return after, ()
-    return after, (ReturnBlocks(copied[event.request]),)
+    return after, () if transition.stage is Stage.RESUME else (ReturnBlocks(copied),)
 
 
 # ALIGN
@@ -290,23 +289,25 @@ def _align(
 ) -> Step:
     """Certify the longest valid prefix, or start cold by name.  Every writer is closed by now (invariant 4).
 
-    `failed`: why an earlier certificate was not adopted; it stands when nothing else can be certified.
+    `failed`: why the certificate that is out was not adopted; it stands when nothing else can be certified.
     """
-    aligned = ReportStage(transition.id, Stage.ALIGN)
+    aligned = () if failed else (ReportStage(transition.id, Stage.ALIGN),)
     transition = replace(transition, successor=successor)
     found: tuple[Holding, Certificate] | Refusal
     if transition.refusal is not None:
         found = transition.refusal
-    elif transition.unkept is not None and not transition.holdings:
-        found = transition.unkept
     else:
         equivalence = transition.contract.equivalence
         found = best(
             transition.holdings, successor, scope=state.scope, transfer=transition.id, equivalence=equivalence, env=env
         )
+        if isinstance(found, Refusal) and (transition.unkept is Refusal.QUOTA or not transition.holdings):
+            found = transition.unkept or found
+        elif failed and not isinstance(found, Refusal) and found[1] == transition.certificate:
+            found = failed  # installing the same once more could go on for ever
     if isinstance(found, Refusal):
         after, (start, *rest) = _start_cold(state, transition, failed or found)
-        return after, (start, aligned, *rest)
+        return after, (start, *aligned, *rest)
     chosen, certificate = found
     others = tuple(holding for holding in transition.holdings if holding is not chosen)
     transition = replace(
@@ -316,7 +317,7 @@ def _align(
         certificate=certificate,
         copying=transition.copying & {chosen.request},
     )
-    return replace(state, transition=transition), (InstallCertificate(certificate), *_release(others), aligned)
+    return replace(state, transition=transition), (InstallCertificate(certificate), *_release(others), *aligned)
 
 
 # RESUME and RECLAIM
@@ -325,12 +326,13 @@ def _align(
 def _adopt(state: ScopeState, event: CertificateAdopted, env: Geometry) -> Step:
     """The successor's own references keep the blocks live from here on; the pins have served."""
     transition, certificate = _installing(state, event.request)
-    for adopted, certified in zip(event.blocks, certificate.groups, strict=True):
-        as_certified = len(adopted) == len(certified) and all(
-            page is None or (block is not None if isinstance(page, HostRef) else block == page.block)
-            for block, page in zip(adopted, certified, strict=True)
-        )
-        require(as_certified, Invariant.CERTIFIED, f"{event.request} adopted other blocks than certified")
+    shapes = [len(blocks) for blocks in event.blocks], [len(pages) for pages in certificate.groups]
+    as_certified = shapes[0] == shapes[1] and all(
+        block is not None if isinstance(page, HostRef) else block == (page and page.block)
+        for blocks, pages in zip(event.blocks, certificate.groups, strict=True)
+        for block, page in zip(blocks, pages, strict=True)
+    )
+    require(as_certified, Invariant.CERTIFIED, f"{event.request} adopted other blocks than certified")
     resumed = ReportStage(transition.id, Stage.RESUME)
     reclaimed = ReportStage(transition.id, Stage.RECLAIM)
     closed = ReportClosed(transition.id, Outcome.INHERITED)
@@ -341,11 +343,17 @@ def _fail_adoption(state: ScopeState, event: AdoptionFailed, env: Geometry) -> S
     """What the device still holds may do; else the successor starts cold, and the failure is the reason."""
     transition, _ = _installing(state, event.request)
     assert transition.successor is not None, "RESUME has a successor"
-    successor, holdings = transition.successor, transition.holdings
+    holdings = transition.holdings
     if event.refusal is not Refusal.GENERATION:
-        holdings = tuple(replace(holding, host=None) for holding in holdings)
-    transition = replace(transition, holdings=holdings, certificate=None)
-    return _align(state, transition, successor, env, failed=event.refusal)
+        holdings = tuple(_without_copy(holding) for holding in holdings)
+    return _align(state, replace(transition, holdings=holdings), transition.successor, env, failed=event.refusal)
+
+
+def _without_copy(holding: Holding) -> Holding:
+    """No page of the copy counts any more.  It is there until the release, so the holding is not copied again."""
+    if holding.host is None:
+        return holding
+    return replace(holding, host=tuple((None,) * len(pages) for pages in holding.host))
 
 
 def _start_cold(state: ScopeState, transition: Transition, refusal: Refusal) -> Step:
@@ -444,15 +452,26 @@ def _admitted(state: ScopeState, event: RequestAdmitted) -> ScopeState:
     return replace(state, live=state.live | {request})
 
 
-def _offered(state: ScopeState, event: RequestClosed) -> tuple[Holding, ...]:
-    """The pins that `event` hands over.  Handing over again what is owned here would release it twice."""
+def _of_closed(state: ScopeState, event: RequestClosed) -> tuple[Holding, ...]:
     if event.holding is None:
         return ()
     _expect(event.holding.request == event.request, f"the holding of {event.holding.request} came with {event.request}")
-    _expect(event.holding.tenant == state.tenant, f"the holding of {event.request} is another tenant's")
-    owned = any(holding.request == event.request for holding in state.holdings)
-    _expect(not owned, f"{event.request} handed over its pins already")
-    return (event.holding,)
+    return _offered(state, (event.holding,))
+
+
+def _offered(state: ScopeState, holdings: tuple[Holding, ...]) -> tuple[Holding, ...]:
+    """Pins that are handed over.  Handing over again what is owned here would release it twice."""
+    owned = {holding.request for holding in state.holdings}
+    for holding in holdings:
+        _expect(holding.tenant == state.tenant, f"the holding of {holding.request} is another tenant's")
+        _expect(holding.request not in owned, f"{holding.request} handed over its pins already")
+        owned.add(holding.request)
+    return holdings
+
+
+def _unkept(before: Refusal | None, now: Refusal | None) -> Refusal | None:
+    """The newest reason; but what no quota had room for stays so, whatever else is not held."""
+    return Refusal.QUOTA if Refusal.QUOTA in {before, now} else now or before
 
 
 def _release(holdings: tuple[Holding, ...]) -> tuple[ReleasePins, ...]:

@@ -160,7 +160,7 @@ class Holding:
     None where a sliding window has let it go.  `frontier_tokens` counts the tokens whose KV every
     participant has written in every layer (invariant 3).  `grid_tokens`: the prefix that was computed in the very
     chunks of a clean run, alone in its steps.  `guaranteed`: every block is kept by a pin; else some are readable only
-    until they are reused.  `host`: the copy in host memory, shaped like `groups`.
+    until they are reused.  `host`: the copy in host memory, shaped like `groups`; all None once a restore failed.
     """
 
     request: RequestId

@@ -117,8 +117,7 @@ class Coordinator:
     def _run_exact(self, rid: RequestId) -> None:
         """Compute it as a clean run would: alone, chunk for chunk, reading nothing that is not certified."""
         if self._keeper.geometry.exact_tokens is not None:
-            self._requests[rid].alone = True
-            self._engine.request(rid).skip_reading_prefix_cache = True
+            self._requests[rid].alone = self._requests[rid].reads_nothing = True
 
     def _place(self, request_id: RequestId) -> None:
         if self.revoked(request_id):
@@ -148,6 +147,11 @@ class Coordinator:
         """Whether the request shares no step with others."""
         tracked = self._requests.get(RequestId(request_id))
         return tracked is not None and tracked.alone
+
+    def reads_nothing(self, request_id: str) -> bool:
+        """Whether only a certificate may spare the request computing its own prefix."""
+        tracked = self._requests.get(RequestId(request_id))
+        return tracked is not None and tracked.reads_nothing
 
     def runs_alone(self) -> list[RequestId]:
         """Requests that share no step with others and may be in the next one."""
@@ -234,6 +238,9 @@ class Coordinator:
         left = None if request is None else self._left_by(request, tracked)
         self._report_receipt(rid, tracked, left)
         known = state is not None and (rid in state.closing | state.leaving or tag.epoch < state.epoch)
+        if not known and left is None:
+            self._engine.drop(rid)
+            return
         transition = state.transition if state is not None and known else None
         kept, refusal = None, None
         if left is not None and (transition is not None or not known):
@@ -277,7 +284,7 @@ class Coordinator:
         )
 
     def told(self, event: dict[str, Any]) -> dict[str, int] | None:
-        """A message of the API process, which has already changed the table; "status" is answered."""
+        """A message of the API process, which has already changed the table; "status" and "tier" are answered."""
         key = (TenantId(event.get("tenant", "")), ScopeId(event.get("scope", "")))
         match event["kind"]:
             case "advanced":
@@ -286,13 +293,14 @@ class Coordinator:
                 self._cancelled(key)
             case "abandoned":
                 self._abandoned(key, TransitionId(event["transition"]))
-            case "wake" | "status":
+            case "wake" | "status" | "tier":
                 pass
             case kind:
                 raise InvariantViolation(f"unknown message {kind}")
         self.sweep()
         self._collect(key)
-        return self.leftovers() if event["kind"] == "status" else None
+        answers = {"status": self.leftovers, "tier": self._keeper.counters}
+        return answers[event["kind"]]() if event["kind"] in answers else None
 
     def _cancelled(self, key: ScopeKey) -> None:
         if key in self._states and not self._states[key].cancelled:
@@ -470,7 +478,7 @@ class Coordinator:
         if current is not None and current.contract.equivalence is Equivalence.EXACT:
             self._run_exact(rid)
         if refusal is Refusal.QUOTA:
-            self._engine.request(rid).skip_reading_prefix_cache = True
+            self._requests[rid].reads_nothing = True
         self._held.discard(rid)
         self._report(current.id if current else None, "refused", request=rid, refusal=refusal.value)
 

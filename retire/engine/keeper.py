@@ -62,21 +62,23 @@ class Keeper:
         self._tier = tier
 
     def keep(self, left: Holding, contract: Contract | None) -> tuple[Holding | None, Refusal | None]:
-        """Pin what the contract lets a successor adopt; without one (it is still on its way), everything.
+        """Pin what the contract promises to a successor; without a promise, everything.
 
-        Returns the pinned holding, or why there is none.
+        `contract` is None while it is still on its way.  Returns the pinned holding, or why there is none.
         """
-        env = self.geometry
+        env, part = self.geometry, left
+        if boundary(left.frontier_tokens, env.groups) == 0:
+            return None, Refusal.NOTHING_COMPLETED
         if contract is not None:
             if contract.inherit is Inherit.NONE:
                 return None, None
             if contract.keep_prefix_tokens is not None:
                 grid = env.exact_tokens if contract.equivalence is Equivalence.EXACT else None
-                left = promised(left, contract.keep_prefix_tokens, env.groups, grid or 1)
-        tokens = boundary(left.frontier_tokens, env.groups)
+                part = promised(left, contract.keep_prefix_tokens, env.groups, grid or 1)
+        tokens = boundary(part.frontier_tokens, env.groups)
         if tokens == 0 or not env.pays(TokenCount(tokens), Tier.HBM):
-            return None, Refusal.NOTHING_COMPLETED if tokens == 0 else Refusal.UNPROFITABLE
-        pinned = self.ownership.pin(left, env.groups)
+            return None, Refusal.UNPROFITABLE
+        pinned = self.ownership.pin(left, part, env.groups)
         return (None, Refusal.QUOTA) if pinned is None else (pinned, None)
 
     def narrow(self, kept: Holding, contract: Contract) -> tuple[Holding | None, Refusal | None]:
@@ -94,10 +96,11 @@ class Keeper:
     # -- host memory --------------------------------------------------------------------------------------------------
 
     def offload(self, holding: Holding, expires_ns: int) -> bool:
-        """Begin to copy; False when that is not possible (any more)."""
-        if self._tier is None or not self.ownership.begin_copy(holding):
+        """Begin to copy what is left of it; False when there is no room."""
+        if self._tier is None:
             return False
-        begun = self._tier.offload(holding.request, holding.tenant, holding.groups, expires_ns)
+        alive = self.ownership.begin_copy(holding)
+        begun = self._tier.offload(holding.request, holding.tenant, alive, expires_ns)
         if not begun:
             self.ownership.end_copy(holding.request)
         return begun

@@ -217,11 +217,10 @@ class VersionedScheduler:
 
     def _get_local_prefix_cache_hit(self, request: Any) -> tuple[KVCacheBlocks, int, int, bool]:
         install = self.retire.blocks_to_install(request.request_id)
-        if self.retire.alone(request.request_id):
-            request.skip_reading_prefix_cache = True
-        hit: tuple[KVCacheBlocks, int, int, bool] = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
-        if self._tier is not None and self._tier.expects(request.request_id):
-            request.skip_reading_prefix_cache = False  # upstream would restore nothing into such a request
+        if self.retire.reads_nothing(request.request_id):
+            hit = self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False  # type: ignore[attr-defined]
+        else:
+            hit = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
         if install is None:
             return hit
         tokens, certified = install

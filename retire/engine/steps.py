@@ -45,13 +45,15 @@ class Tracked:
     tokens, which count once they are accepted.  `started`: it has had rows since admission or preemption.
     `lost_until`: receipts up to this plan speak of blocks that a preemption took away.
     `fingerprint`: what its KV depends on beside its tokens, as of its admission.
-    `alone`: it shares no step with others.  `grid_tokens`: see `Holding`.
+    `alone`: it shares no step with others.  `reads_nothing`: neither does it read what others have published.
+    `grid_tokens`: see `Holding`.
     `blocks`: per KV group and position, the block that was given for it, slid out of the window or not.
     """
 
     tag: Tag
     fingerprint: str
     alone: bool = False
+    reads_nothing: bool = False
     blocks: tuple[list[BlockRef | None], ...] = ()
     grid_tokens: int = 0
     started: bool = False

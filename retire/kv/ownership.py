@@ -69,16 +69,16 @@ class Ownership:
 
     # -- pins -------------------------------------------------------------------------------------------------------
 
-    def pin(self, holding: Holding, groups: Sequence[KVGroup]) -> Holding | None:
-        """Keep the holding: its first tokens by guaranteed pins as far as the quota goes, the rest while it lasts.
+    def pin(self, holding: Holding, part: Holding, groups: Sequence[KVGroup]) -> Holding | None:
+        """Keep `part` of the holding by guaranteed pins, head first, as far as the quota goes; the rest while it lasts.
 
-        Returns it with `guaranteed` set, or None when the tenant may keep nothing like it (nothing is pinned then).
+        Returns the holding with `guaranteed` set, or None when the tenant may keep nothing like it: nothing is pinned.
         """
         if holding.request in self._pins:
             raise InvariantViolation(f"invariant 6: {holding.request} is pinned twice")
         quota = self._quota(holding.tenant)
         account = self._accounts.get(holding.tenant, Counter())
-        alive = [ref for ref in _by_position(holding.groups, groups) if self.holds(ref)]
+        alive = [ref for ref in _by_position(part.groups, groups) if self.holds(ref)]
         room, common_room = quota.blocks - len(account), self._limit - len(self._guaranteed)
         kept: list[Any] = []
         for ref in alive:
@@ -123,15 +123,13 @@ class Ownership:
 
     # -- copies to host memory --------------------------------------------------------------------------------------
 
-    def begin_copy(self, holding: Holding) -> bool:
-        """Hold every block while it is read.  False, and nothing held, when one has been reused already."""
-        refs = [ref for group in holding.groups for ref in group if ref is not None]
-        if not all(self.holds(ref) for ref in refs):
-            return False
-        blocks = [self._pool.blocks[ref.block] for ref in refs]
+    def begin_copy(self, holding: Holding) -> tuple[tuple[BlockRef | None, ...], ...]:
+        """Hold every block that is still the holding's while it is read; the others are None in what is returned."""
+        alive = tuple(tuple(ref if self.holds(ref) else None for ref in group) for group in holding.groups)
+        blocks = [self._pool.blocks[ref.block] for group in alive for ref in group if ref is not None]
         self._pool.touch(blocks)
         self._copies[holding.request] = blocks
-        return True
+        return alive
 
     def end_copy(self, request: RequestId) -> None:
         """The copy is over, or not wanted any more; saying so again changes nothing."""

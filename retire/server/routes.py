@@ -177,7 +177,7 @@ async def status(request: Request) -> Any:
     """The seal of every process, the stated backlog, and what the engine holds for scopes."""
     service = _service(request)
     try:
-        engine = await service.engine_status()
+        engine, tier = await service.engine_status(), await service.engine_status("tier")
     except EngineError as error:
         return error_response(error)
     return {
@@ -185,4 +185,5 @@ async def status(request: Request) -> Any:
         "state_dir": str(service.settings.state_dir),
         "stated_backlog": service.stated_backlog(),
         "engine": engine,
+        "tier": tier,
     }

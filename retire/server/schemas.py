@@ -159,4 +159,5 @@ class ServerStatus(BaseModel):
     seal: dict[str, str]
     state_dir: str
     stated_backlog: dict[str, int]
-    engine: dict[str, int]
+    engine: dict[str, int] = Field(description="what is held for scopes; all 0 when nothing is")
+    tier: dict[str, int] = Field(description="pages in host memory: what is there and what happened; {} without it")

@@ -309,10 +309,10 @@ class Service:
         """
         return {"frames_in_transport": 1, "bytes_in_send_buffer": 2 * self.settings.backlog_bytes}
 
-    async def engine_status(self) -> dict[str, int]:
-        """What the engine holds for scopes right now."""
+    async def engine_status(self, kind: Literal["status", "tier"] = "status") -> dict[str, int]:
+        """What the engine holds for scopes right now, or what the tier in host memory holds and has done."""
         try:
-            status: dict[str, int] = await self._call_engine("retire_event", {"kind": "status"})
+            status: dict[str, int] = await self._call_engine("retire_event", {"kind": kind})
         except Exception as error:
             raise EngineError(f"the engine does not answer: {error}") from error
         return status

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from retire.core import certify
 from retire.core.effects import CloseRequests, InstallCertificate, ReleasePins, ReportStage, StartCold
 from retire.core.events import AdoptionFailed, CertificateAdopted, RequestFinished, ScopeCancelled
 from retire.core.types import Certificate, Generation, KVGroup, Refusal, Stage
 from tests.core.world import (
     COMMON,
-    ENV,
     NONE,
-    SCOPE,
     admitted,
     advanced,
+    certificate_of,
     closed,
     fresh,
     geometry,
@@ -25,7 +23,6 @@ from tests.core.world import (
     released,
     rid,
     state_after,
-    steady,
     successor,
     tid,
 )
@@ -83,10 +80,7 @@ def test_current_version_publication_an_overtaken_successor_installs_nothing():
 )
 def test_versioned_handoff_needs_prefix_configuration_generation_and_tenant(wanted, generation, reason):
     """Section 5.1: predecessor state is consumed only when all of them match; otherwise the successor recomputes."""
-    found = certify(
-        OLD, wanted, scope=SCOPE, transfer=tid("t"), groups=ENV.groups, generations=lambda _: Generation(generation)
-    )
-    assert found is reason
+    assert certificate_of(OLD, wanted, geometry(generations=lambda _: Generation(generation))) is reason
 
 
 def test_versioned_handoff_waits_for_the_old_writer():
@@ -200,23 +194,15 @@ def test_only_writer_closed_pages_cross():
 
 def test_the_prefix_is_limited_to_the_writer_complete_frontier():
     """Section 6.1: ... limits it to the minimum writer-complete frontier across participants."""
-    found = certify(
-        holding("1a", frontier=4),
-        successor("2a"),
-        scope=SCOPE,
-        transfer=tid("t"),
-        groups=ENV.groups,
-        generations=steady,
-    )
+    found = certificate_of(holding("1a", frontier=4), successor("2a"))
     assert isinstance(found, Certificate)
     assert found.tokens == 4
 
 
 def test_the_prefix_ends_on_a_block_boundary_shared_by_every_kv_group():
     """Section 6.1: rounds it to a block boundary shared by every KV group."""
-    groups = (KVGroup(2), KVGroup(4))
     held = holding("1a", groups=(refs(range(4)), refs((10, 11))))
-    found = certify(held, successor("2a"), scope=SCOPE, transfer=tid("t"), groups=groups, generations=steady)
+    found = certificate_of(held, successor("2a"), geometry((KVGroup(2), KVGroup(4))))
     assert isinstance(found, Certificate)
     assert (found.tokens, found.groups) == (4, (refs((0, 1)), refs((10,))))
 
@@ -227,7 +213,7 @@ def test_transfer_identity_a_completion_after_its_target_was_retired_is_rejected
     left, _ = play(RESUMING, RequestFinished(rid("2a")))
     for state in (overtaken, left):
         assert is_rejected(state, ADOPTED)
-        assert is_rejected(state, AdoptionFailed(rid("2a"), Refusal.NOT_ADOPTED))
+        assert is_rejected(state, AdoptionFailed(rid("2a"), Refusal.GENERATION))
 
 
 def test_a_failed_certificate_selects_a_cold_successor():

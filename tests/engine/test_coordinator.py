@@ -23,13 +23,17 @@ from vllm.v1.core.block_pool import BlockPool
 
 from retire.authority.table import AuthorityTable
 from retire.authority.tag import Tag
+from retire.core.certificate import Geometry
 from retire.core.errors import InvariantViolation
 from retire.core.invariants import check
 from retire.core.types import Epoch, KVGroup, ScopeId, TenantId
 from retire.engine.coordinator import Coordinator
+from retire.engine.keeper import Keeper
 from retire.engine.plan import Receipt
+from retire.engine.rates import Rates
+from retire.engine.steps import Steps
 from retire.engine.worker import obsolete
-from retire.kv.ownership import Ownership
+from retire.kv.ownership import Ownership, Quota
 
 BLOCK = 4
 TENANT = TenantId("t")
@@ -58,6 +62,10 @@ class FakeRequest:
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
 
     @property
     def block_hashes(self) -> list[int]:
@@ -125,20 +133,33 @@ class FakeStep(SimpleNamespace):
 
 class World:
     def __init__(
-        self, folder: Path, *, blocks: int = 65, groups: tuple[KVGroup, ...] = FULL, arm_rows: int = 1
+        self,
+        folder: Path,
+        *,
+        blocks: int = 65,
+        groups: tuple[KVGroup, ...] = FULL,
+        arm_rows: int = 1,
+        quota: Quota | None = None,
+        exact_tokens: int | None = None,
+        tier: Any = None,
     ) -> None:
         self.table = AuthorityTable.create(folder / "table", tenants=1, scopes_per_tenant=16, rows=256)
         self.pool = BlockPool(blocks, enable_caching=False, hash_block_size=BLOCK)
         self.now_ns = 1
         self.groups = groups
+        self.quota = Quota(blocks) if quota is None else quota
+        self.ownership = Ownership(self.pool, lambda _: self.quota, blocks)
+        rates = Rates(0, None)
+        geometry = Geometry(groups, self.ownership.generation, exact_tokens, rates.pays, offloads=tier is not None)
         self.retire = Coordinator(
             engine=self,
             table=self.table,
-            ownership=Ownership(self.pool),
-            groups=groups,
+            keeper=Keeper(self.ownership, geometry, tier),
+            steps=Steps(
+                self, self.ownership, groups, hash_tokens=BLOCK, arm_rows=arm_rows, grid_tokens=exact_tokens or 16
+            ),
+            rates=rates,
             fingerprint=lambda request: f"model|{request.salt}",
-            hash_tokens=BLOCK,
-            arm_rows=arm_rows,
             clock_ns=lambda: self.now_ns,
         )
         self.requests: dict[str, FakeRequest] = {}
@@ -179,7 +200,7 @@ class World:
                     continue
                 end = (number + 1) * size
                 self._must_hold(request, block, number * size, end, size)
-                generation = self.retire.ownership.generation(block.block_id)
+                generation = self.ownership.generation(block.block_id)
                 self.cache.setdefault((index, request.prefix(end)), (block.block_id, generation))
 
     def drop(self, request_id: str) -> None:
@@ -245,7 +266,8 @@ class World:
             if budget == 0 or (scoped and not self.retire.may_run(request)):
                 continue
             installed = self.retire.blocks_to_install(rid)
-            hit, blocks = installed if installed is not None else self._cached(request)
+            nothing = 0, tuple([] for _ in self.groups)
+            hit, blocks = installed or (nothing if self.retire.reads_nothing(rid) else self._cached(request))
             if installed is not None:
                 self._must_be_this_sequence(request, hit, blocks)
             want = min(budget, request.num_tokens - hit)
@@ -332,8 +354,6 @@ class World:
     def _allocate(self, request: FakeRequest, hit: int, shared: tuple[list[Any], ...] | None, want: int) -> bool:
         """As the patched `allocate_slots`."""
         fits = self._try_allocate(request, hit, shared, want)
-        while not fits and self.retire.yield_pins(request.request_id):
-            fits = self._try_allocate(request, hit, shared, want)
         if fits and self.retire.is_scoped(request.request_id):
             self.retire.rows_allocated(request, hit, want)
         return fits
@@ -356,7 +376,7 @@ class World:
                 blocks.extend(more)
         for blocks, count in zip(held, counts, strict=True):
             new = self.pool.get_new_blocks(count)
-            self.retire.ownership.allocated(new)
+            self.ownership.allocated(new)
             busy = self._being_written() & {block.block_id for block in new}
             assert not busy, "invariant 5: an old writer may still write it"
             for block in new:
@@ -395,7 +415,7 @@ class World:
 
     def _lookup(self, group: int, prefix: int) -> Any:
         block, generation = self.cache.get((group, prefix), (0, -1))
-        return self.pool.blocks[block] if self.retire.ownership.generation(block) == generation else None
+        return self.pool.blocks[block] if self.ownership.generation(block) == generation else None
 
     def _slide(self, rid: str, computed: int) -> None:
         """Blocks that fell out of a window go back, as the sliding-window manager does before a step's rows."""
@@ -437,11 +457,11 @@ class World:
 
     def _free_request(self, rid: str) -> None:
         self._free_blocks(rid)
-        del self.requests[rid]
+        request = self.requests.pop(rid)
         for queue in (self.waiting, self.running):
             if rid in queue:
                 queue.remove(rid)
-        self.retire.ended(rid)
+        self.retire.ended(request)
 
     # -- what can be said about it
 
@@ -456,17 +476,18 @@ class World:
     def check(self) -> None:
         """What holds between any two events."""
         users = Counter(b.block_id for t in self.tables.values() for group in t for b in group if not b.is_null)
-        pins = Counter(b.block_id for blocks in self.retire.ownership._pins.values() for b in blocks)
+        pins = Counter(b.block_id for pin in self.ownership._pins.values() for b in pin.blocks)
+        pins += Counter(b.block_id for blocks in self.ownership._copies.values() for b in blocks)
         for block in self.pool.blocks:
             if not block.is_null:
                 assert block.ref_cnt == users[block.block_id] + pins[block.block_id], f"references of {block}"
         owned = [h.request for state in self.retire._states.values() for h in state.holdings]
-        owned += [rid for group in self.retire._orphans.values() for rid, holding in group if holding is not None]
-        assert sorted(owned) == sorted(self.retire.ownership._pins), "invariant 6: a pin without its one owner"
+        owned += [one.request for group in self.retire._orphans.values() for one in group if one.kept is not None]
+        assert sorted(owned) == sorted(self.ownership._pins), "invariant 6: a pin without its one owner"
         for state in self.retire._states.values():
             check(state)
         for certificate in self.retire.certificates.values():
-            assert certificate.source in self.retire.ownership._pins, "a certificate whose pins are gone"
+            assert certificate.source in self.ownership._pins, "a certificate whose pins are gone"
             assert certificate.target in self.requests
 
     def end(self) -> None:
@@ -481,14 +502,14 @@ class World:
         self.run()
         stuck = {r: self.tags.get(r) for r in self.requests}
         assert not stuck, f"never ran: {stuck}"
-        assert self.retire.ownership.pinned_blocks() == 0, "pins outlive their time"
+        assert self.ownership.pinned_blocks() == 0, "pins outlive their time"
         for scope in self.scopes.values():
             scope.cancel()
         self.deliver()
         self.check()
         left = self.retire.told({"kind": "status"})
         assert left == dict.fromkeys(left or {}, 0), left
-        assert set(left) == {"pinned_blocks", "scoped_requests", "open_transitions", "orphans", "steps_in_flight"}
+        assert {"pinned_blocks", "scoped_requests", "open_transitions", "orphans", "copies_in_flight"} <= set(left)
         assert self.pool.get_num_free_blocks() == len(self.pool.blocks) - 1
         coordinator = self.retire
         for name in (
@@ -581,7 +602,7 @@ def test_inherit_none_releases_at_once(world: World) -> None:
     world.admit(scope, PROMPT)
     world.step()
     transition = scope.supersede(inherit="none")
-    assert world.retire.ownership.pinned_blocks() == 0
+    assert world.ownership.pinned_blocks() == 0
     new = world.admit(scope, REVISED)
     world.run()
     assert world.one("refused")["refusal"] == "not_wanted"
@@ -649,7 +670,7 @@ def test_the_table_speaks_before_the_message_does(world: World) -> None:
     assert not world.step()
     assert old not in world.requests
     assert world.retire.leftovers()["orphans"] == 1
-    assert world.retire.ownership.pinned_blocks() == 4
+    assert world.ownership.pinned_blocks() == 4
     world.deliver()
     assert world.retire.leftovers()["orphans"] == 0
     new = world.admit(scope, REVISED)
@@ -667,7 +688,7 @@ def test_several_orphans_and_then_the_message(world: World) -> None:
     world.step()
     assert world.retire.leftovers()["orphans"] == 2
     world.deliver()
-    assert world.retire.ownership.pinned_blocks() == 0
+    assert world.ownership.pinned_blocks() == 0
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -680,7 +701,7 @@ def test_several_orphans_and_then_a_cancellation(world: World, count: int) -> No
     world.step()
     assert world.retire.leftovers()["orphans"] == count
     world.deliver()
-    assert world.retire.leftovers()["orphans"] == world.retire.ownership.pinned_blocks() == 0
+    assert world.retire.leftovers()["orphans"] == world.ownership.pinned_blocks() == 0
 
 
 def test_the_successor_is_here_before_the_message(world: World) -> None:
@@ -900,7 +921,7 @@ def test_a_first_step_that_is_stopped_leaves_nothing_to_inherit(world: World) ->
     transition = scope.store()
     world.finish_step(stop=True)
     world.deliver()
-    assert world.retire.ownership.pinned_blocks() == 0
+    assert world.ownership.pinned_blocks() == 0
     new = world.admit(scope, REVISED)
     world.run()
     assert world.started_at[new] == 0
@@ -1052,7 +1073,7 @@ def test_a_preempted_request_has_nothing_to_leave(world: World) -> None:
     world.preempt(old)
     scope.supersede()
     assert world.one("receipt")["frontier_tokens"] == 0
-    assert world.retire.ownership.pinned_blocks() == 0
+    assert world.ownership.pinned_blocks() == 0
     new = world.admit(scope, REVISED)
     world.run()
     assert world.one("refused")["refusal"] == "no_predecessor"
@@ -1108,7 +1129,7 @@ def test_the_second_supersede_before_the_successor_came(world: World) -> None:
     world.admit(scope, PROMPT)
     world.step()
     first, second = scope.supersede(), scope.supersede()
-    assert world.retire.ownership.pinned_blocks() == 4
+    assert world.ownership.pinned_blocks() == 4
     new = world.admit(scope, REVISED)
     world.run()
     assert outcomes(world) == {first: "overtaken", second: "inherited"}
@@ -1124,7 +1145,7 @@ def test_the_second_supersede_before_adoption_hands_the_pins_on(world: World) ->
     assert middle in world.retire.certificates
     second = scope.supersede()
     assert middle not in world.requests
-    assert world.retire.ownership.pinned_blocks() == 4
+    assert world.ownership.pinned_blocks() == 4
     new = world.admit(scope, REVISED)
     world.run()
     assert outcomes(world) == {first: "overtaken", second: "inherited"}
@@ -1169,7 +1190,7 @@ def test_inherit_none_after_a_certificate(world: World) -> None:
     scope.supersede()
     world.admit(scope, REVISED)
     scope.supersede(inherit="none")
-    assert world.retire.ownership.pinned_blocks() == 0
+    assert world.ownership.pinned_blocks() == 0
     new = world.admit(scope, REVISED)
     world.run()
     assert world.finished == [new]
@@ -1192,7 +1213,7 @@ def test_the_successors_client_leaves(world: World, when: str) -> None:
     world.client_leaves(new)
     world.run()
     assert outcomes(world) == {transition: "inherited" if when == "after adoption" else "client_lost"}
-    assert world.retire.ownership.pinned_blocks() == 0
+    assert world.ownership.pinned_blocks() == 0
 
 
 @pytest.mark.parametrize("when", ["idle", "running", "in flight", "aligning", "resuming"])
@@ -1253,10 +1274,10 @@ def test_pins_expire_without_a_successor(world: World) -> None:
     transition = scope.supersede()
     world.pass_time(TTL_MS - 1)
     world.retire.told({"kind": "wake"})
-    assert world.retire.ownership.pinned_blocks() == 4
+    assert world.ownership.pinned_blocks() == 4
     world.pass_time(1)
     world.retire.told({"kind": "wake"})
-    assert world.retire.ownership.pinned_blocks() == 0
+    assert world.ownership.pinned_blocks() == 0
     new = world.admit(scope, REVISED)
     world.cache.clear()
     world.run()
@@ -1291,7 +1312,7 @@ def test_time_runs_out_while_a_step_is_in_flight(world: World, contract: dict[st
     world.retire.told({"kind": "wake"})
     world.finish_step(stop=False)
     world.retire.told({"kind": "wake"})
-    assert world.retire.ownership.pinned_blocks() == 0
+    assert world.ownership.pinned_blocks() == 0
     world.admit(scope, REVISED)
     world.run()
     assert world.one("refused")["refusal"] == "expired"
@@ -1305,7 +1326,7 @@ def test_no_time_at_all(world: World) -> None:
     world.step()
     scope.supersede(ttl_ms=0)
     world.retire.told({"kind": "wake"})
-    assert world.retire.ownership.pinned_blocks() == 0
+    assert world.ownership.pinned_blocks() == 0
 
 
 def test_certificates_are_revoked(world: World) -> None:
@@ -1315,7 +1336,7 @@ def test_certificates_are_revoked(world: World) -> None:
     scope.supersede()
     new = world.admit(scope, REVISED)
     world.retire.revoke_certificates()
-    assert world.retire.ownership.pinned_blocks() == 0
+    assert world.ownership.pinned_blocks() == 0
     world.cache.clear()
     world.run()
     assert world.one("refused")["refusal"] == "revoked"
@@ -1330,7 +1351,7 @@ def test_certificates_are_revoked_before_the_message(world: World) -> None:
     transition = scope.store()
     world.step()
     world.retire.revoke_certificates()
-    assert world.retire.ownership.pinned_blocks() == 0
+    assert world.ownership.pinned_blocks() == 0
     world.deliver()
     assert "fence" in stages(world, transition)
     new = world.admit(scope, REVISED)
@@ -1374,46 +1395,115 @@ def test_an_adoption_of_too_few_blocks_is_a_defect(tmp_path: Path) -> None:
 # -- a full pool ------------------------------------------------------------------------------------------------------
 
 
-def test_pins_yield_when_the_pool_is_full(tmp_path: Path) -> None:
+def test_guaranteed_pins_outlast_ordinary_work_that_wants_the_whole_pool(tmp_path: Path) -> None:
     with world_in(tmp_path, blocks=17) as world:
         scope = world.scope()
         world.admit(scope, PROMPT)
         world.step()
         world.step()
-        scope.supersede()
-        assert world.retire.ownership.pinned_blocks() == 8
+        transition = scope.supersede()
+        assert world.ownership.pinned_blocks() == 8
+        big, small = world.admit(None, [4] * 44), world.admit(None, [5] * 20)
+        for _ in range(20):
+            world.step()
+        assert big not in world.finished, "it does not fit beside them"
+        assert world.ownership.pinned_blocks() == 8
+        new = world.admit(scope, REVISED)
+        world.drop(big)
+        world.run()
+        assert world.one("certificate", transition)["tokens"] == 28
+        assert outcomes(world) == {transition: "inherited"}
+        assert set(world.finished) == {small, new}
+
+
+def test_what_no_pin_guarantees_lasts_until_ordinary_work_needs_it(tmp_path: Path) -> None:
+    with world_in(tmp_path, blocks=17, quota=Quota(2)) as world:
+        scope = world.scope()
+        world.admit(scope, PROMPT)
+        world.step()
+        world.step()
+        transition = scope.supersede()
+        assert world.ownership.pinned_blocks() == 2
         big = world.admit(None, [4] * 44)
         world.run(until=big)
-        assert world.retire.ownership.pinned_blocks() == 0
         new = world.admit(scope, REVISED)
         world.run()
-        assert world.one("refused")["refusal"] == "pressure"
-        assert set(world.finished) == {big, new}
+        assert world.started_at[new] == 8, "the guaranteed head of what was certified"
+        assert outcomes(world) == {transition: "inherited"}
 
 
-def test_the_oldest_pins_yield_first(tmp_path: Path) -> None:
-    with world_in(tmp_path, blocks=33) as world:
-        first, second = world.scope("first"), world.scope("second")
-        for scope, token in ((first, 1), (second, 2)):
-            world.admit(scope, [token] * 40)
-            world.step()
-            scope.supersede()
-        assert world.retire.ownership.pinned_blocks() == 8
-        assert world.retire.yield_pins("nobody")
-        assert world.retire._states[TENANT, first.name].holdings == ()
-        assert world.retire._states[TENANT, second.name].holdings
-        assert world.retire.yield_pins("nobody")
-        assert not world.retire.yield_pins("nobody")
+def test_what_no_pin_guarantees_is_inherited_whole_when_nobody_needed_it(tmp_path: Path) -> None:
+    with world_in(tmp_path, quota=Quota(2)) as world:
+        scope = world.scope()
+        world.admit(scope, PROMPT)
+        world.step()
+        world.step()
+        scope.supersede()
+        new = world.admit(scope, REVISED)
+        world.run()
+        assert world.started_at[new] == 28
 
 
-def test_a_successors_own_pins_do_not_yield_to_it(world: World) -> None:
+def test_blocks_reused_between_certificate_and_installation_shorten_it(tmp_path: Path) -> None:
+    """The successor waits, the pool turns over, and ALIGN is asked again."""
+    with world_in(tmp_path, blocks=17, quota=Quota(2)) as world:
+        scope = world.scope()
+        world.admit(scope, PROMPT)
+        world.step()
+        world.step()
+        transition = scope.supersede()
+        new = world.admit(scope, REVISED)
+        assert world.one("certificate", transition)["tokens"] == 28
+        world.waiting.remove(new)
+        big = world.admit(None, [4] * 44)
+        world.run(until=big)
+        world.waiting.append(new)
+        world.run()
+        assert world.started_at[new] == 8
+        assert [found["tokens"] for found in world.facts("certificate", transition)] == [28, 8]
+        assert outcomes(world) == {transition: "inherited"}
+
+
+@pytest.mark.parametrize("quota", [Quota(0), Quota(4, beyond=False)])
+def test_over_quota_the_successor_is_cold_by_name_and_reads_nothing(tmp_path: Path, quota: Quota) -> None:
+    with world_in(tmp_path, quota=quota) as world:
+        scope = world.scope()
+        world.admit(scope, PROMPT)
+        world.step()
+        world.step()
+        scope.supersede()
+        assert world.ownership.pinned_blocks() == 0
+        new = world.admit(scope, REVISED)
+        world.run()
+        assert world.one("refused")["refusal"] == "quota"
+        assert world.started_at[new] == 0
+
+
+def test_a_predecessor_that_has_finished_is_inherited_from(world: World) -> None:
     scope = world.scope()
-    world.admit(scope, PROMPT)
-    world.step()
-    scope.supersede()
+    old = world.admit(scope, PROMPT, max_tokens=1)
+    world.run(until=old)
+    assert world.ownership.pinned_blocks() == 0
+    transition = scope.supersede()
+    assert world.ownership.pinned_blocks() == len(PROMPT) // BLOCK
     new = world.admit(scope, REVISED)
-    assert not world.retire.yield_pins(new)
-    assert new in world.retire.certificates
+    world.run()
+    assert world.one("certificate", transition)["source"] == old
+    assert world.started_at[new] == 28
+
+
+def test_of_a_finished_predecessor_only_what_is_left_is_inherited(tmp_path: Path) -> None:
+    with world_in(tmp_path, blocks=17) as world:
+        scope = world.scope()
+        old = world.admit(scope, PROMPT, max_tokens=1)
+        world.run(until=old)
+        big = world.admit(None, [4] * 60, max_tokens=1)
+        world.run(until=big)
+        transition = scope.supersede()
+        new = world.admit(scope, REVISED)
+        world.run()
+        assert new in world.finished
+        assert outcomes(world) == {transition: "cold"}
 
 
 def test_a_successor_is_not_starved_by_the_rest_of_its_own_pins(tmp_path: Path) -> None:
@@ -1427,23 +1517,6 @@ def test_a_successor_is_not_starved_by_the_rest_of_its_own_pins(tmp_path: Path) 
         new = world.admit(scope, [*range(100, 108), *([3] * 40)], max_tokens=1)
         world.run()
         assert new in world.finished, "it waits for its own pins to expire"
-
-
-def test_pins_of_a_successor_that_has_its_blocks_already_do_not_yield(tmp_path: Path) -> None:
-    """In one pass the successor takes its blocks and the next request finds the pool full: nothing is to be gained."""
-    with world_in(tmp_path, blocks=17) as world:
-        scope = world.scope()
-        world.admit(scope, PROMPT)
-        world.step()
-        transition = scope.supersede()
-        new = world.admit(scope, REVISED, max_tokens=1)
-        world.admit(None, [6] * 30, max_tokens=1)
-        world.schedule(64)
-        assert world.started_at[new] == 16
-        world.finish_step()
-        world.run()
-        assert outcomes(world) == {transition: "inherited"}
-        assert world.facts("refused") == []
 
 
 # -- what is readable -------------------------------------------------------------------------------------------------
@@ -1552,18 +1625,34 @@ def test_two_groups_inherit_at_a_common_boundary(tmp_path: Path) -> None:
         assert outcomes(world) == {transition: "inherited"}
 
 
-def test_a_window_that_has_slid_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_window_that_has_slid_and_was_reused_is_refused_by_name(tmp_path: Path) -> None:
+    with world_in(tmp_path, blocks=33, groups=HYBRID) as world:
+        scope = world.scope()
+        world.admit(scope, PROMPT)
+        for _ in range(3):
+            world.step()
+        scope.supersede(keep_prefix_tokens=36)
+        busy = world.admit(None, [4] * 60, max_tokens=1)
+        world.run(until=busy)
+        new = world.admit(scope, [*PROMPT[:17], *([3] * 12)])
+        world.cache.clear()
+        world.run()
+        assert world.one("refused")["refusal"] in {"window_slid", "generation"}
+        assert world.started_at[new] == 0
+
+
+def test_a_window_that_has_slid_is_inherited_while_nobody_reuses_its_blocks(tmp_path: Path) -> None:
     with world_in(tmp_path, groups=HYBRID) as world:
         scope = world.scope()
         world.admit(scope, PROMPT)
         for _ in range(3):
             world.step()
-        scope.supersede()
+        transition = scope.supersede()
         new = world.admit(scope, [*PROMPT[:17], *([3] * 12)])
         world.cache.clear()
         world.run()
-        assert world.one("refused")["refusal"] == "window_slid"
-        assert world.started_at[new] == 0
+        assert world.started_at[new] == 16
+        assert outcomes(world) == {transition: "inherited"}
 
 
 # -- pausing, asking --------------------------------------------------------------------------------------------------
@@ -1597,6 +1686,7 @@ def test_status_counts_what_is_held(world: World) -> None:
         "open_transitions": 0,
         "orphans": 0,
         "steps_in_flight": 1,
+        "copies_in_flight": 0,
     }
     world.finish_step()
     scope.supersede()

@@ -284,8 +284,6 @@ def test_a_certified_successor_inherits_and_says_the_same(server, scope, contrac
 @pytest.mark.parametrize(
     ("contract", "param"),
     [
-        ({"equivalence": "exact"}, "contract.equivalence"),
-        ({"retain": {"tier": "dram"}}, "contract.retain.tier"),
         ({"retain": {"ttl_s": 1e9}}, "contract.retain.ttl_s"),
     ],
 )

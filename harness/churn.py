@@ -1,0 +1,367 @@
+"""`retire bench churn`: a certificate holds while other work turns the whole pool over.
+
+Stands beside Figure 5 and Table 12: an 8192-token predecessor, 7168 tokens in common with its successor, other work of
+0.5 to 1.1 times the pool's capacity between the version switch and the successor.
+
+Three servers, one at work at a time, each with a chain of versions: every successor is itself an 8192-token request
+that shares its first 7168 tokens with the next one, so it is the next point's predecessor.
+
+- `native_prefix`: vLLM without patches.  The predecessor is over; what its prefix cache still holds is luck.
+- `native_cold`: the same server, the successor in a cache of its own.
+- `hbm`: SUPERSEDE, guaranteed pins; the successor comes later and adopts.
+- `dram`: SUPERSEDE with `tier: dram`; the device's blocks go back to the allocator, the successor restores.
+- `limit`: on the `hbm` server right after its successor, another one whose prefix was never under pressure.
+
+A point: the switch; then unique prompts of `CHURN_TOKENS` tokens, two at a time, the same on every server; then the
+successor.  Recovery is its TTFT; the full interval runs from the switch to its first token.
+
+What could be unfair, and which way:
+
+- Pins take their share of the pool from the churn; upstream's cache has the whole.  In the full interval, against us.
+- All arms send the same tokens in the same order; the order of the arms rotates over points.
+- `native_cold` runs before its server's predecessor is looked up once more (a full hit), so that the cold run does not
+  age it.  In favour of native.
+- 7168 is a multiple of a step's length, so that a successor says the same whatever it reuses on that grid; what native
+  reuses off the grid may differ in the last bits, the tokens must not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from harness.client import TIMEOUT_S, Reply, Streaming
+from harness.experiment import Cell, Result, Target, figures
+from harness.server import Server
+from harness.session import FLAGS, Session, note
+from harness.statistics import Bootstrap, Interval, Verdict, at_least, at_most, holm, median_of_ratios
+from harness.workload import complete, completion, fresh_salt, fresh_scope, passage, record_of
+from retire import models
+
+BLOCK, QUANTUM = 128, 1024
+SHARED, TOTAL, ANSWER_TOKENS = 7168, 8192, 16
+POOL_BLOCKS = 136  # pins of a whole predecessor are within the default quota, a full request fits beside them
+CHURN_TOKENS, AT_ONCE = 1024, 2
+RETAIN_S = 300
+POINTS = (0.5, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1)
+QUICK_POINTS = (0.5, 1.0)
+HBM_AIM, DRAM_AIM, NATIVE_AIM = 0.95, 0.90, 1.02
+PAPER = {  # H100 PCIe, Table 12: recovery speed-up over native prefix caching, HBM and DRAM
+    0.5: (0.998, 0.798),
+    0.75: (1.58, 0.786),
+    0.8: (1.59, 0.699),
+    0.85: (4.82, 2.29),
+    0.9: (4.93, 2.31),
+    0.95: (6.87, 3.27),
+    1.0: (6.51, 3.84),
+    1.05: (6.79, 3.25),
+    1.1: (6.79, 3.23),
+}
+
+
+@dataclass(frozen=True)
+class Churn:
+    """`rounds`: how often every point is measured."""
+
+    model: str = "smollm2"
+    rounds: int = 4
+    name: str = field(default="churn", init=False)
+    paper: str = field(default="Figure 5 and Table 12", init=False)
+
+    def run(self, *, quick: bool) -> Result:
+        """See the module."""
+        points, rounds = (QUICK_POINTS, 1) if quick else (POINTS, self.rounds)
+        found: dict[float, list[dict[str, dict[str, float]]]] = {point: [] for point in points}
+        with ExitStack() as stack:
+            arms = _start(stack, self.model)
+            for arm in arms:
+                arm.begin()
+            for number in range(rounds):
+                for index, point in enumerate(points):
+                    turn = (number + index) % len(arms)
+                    step = _Point(point, seed=1 + number * len(points) + index)
+                    measured: dict[str, dict[str, float]] = {}
+                    for arm in arms[turn:] + arms[:turn]:
+                        measured |= arm.measure(step)
+                    note(f"  {point:g}: " + ", ".join(f"{a} {m['recovery_ms']:.0f}" for a, m in measured.items()))
+                    if step.counts:
+                        found[point].append(measured)
+            checks: dict[str, bool] = {}
+            for arm in arms:
+                for name, holds in arm.end().items():
+                    checks[name] = checks.get(name, True) and holds
+            seal = next(arm.seal for arm in arms if arm.seal)
+        return _result(self, found, checks, seal, points, rounds)
+
+
+class _Point:
+    """`share`: of the pool's capacity that other work writes.  `counts`: whether every check of it has passed."""
+
+    def __init__(self, share: float, seed: int) -> None:
+        self.share = share
+        self.seed = seed
+        self.said: list[int] | None = None
+        self.counts = True
+
+
+class _Arm:
+    """A server and the chain of versions on it.  `checks`: correctness so far."""
+
+    seal: Mapping[str, str] = {}
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url, self._model = url, model
+        self.checks: dict[str, bool] = {}
+        self._shared: list[int] = []
+        self._prompt: list[int] = []
+
+    def begin(self) -> None:
+        """The first predecessor runs."""
+        self._shared = passage(self._url, self._model, SHARED, seed=0)
+        self._prompt = self._next_prompt(0)
+        self._send(self._prompt).wait()
+
+    def end(self) -> dict[str, bool]:
+        """Every claim, and whether it held throughout."""
+        return self.checks
+
+    def measure(self, point: _Point) -> dict[str, dict[str, float]]:
+        """One point: per arm, what was measured (ms; tokens)."""
+        raise NotImplementedError
+
+    def _next_prompt(self, seed: int) -> list[int]:
+        return self._shared + passage(self._url, self._model, TOTAL - SHARED - ANSWER_TOKENS, seed=100_000 + seed)
+
+    def _send(self, ids: list[int], headers: Mapping[str, str] | None = None, salt: str | None = None) -> Streaming:
+        asked = {"return_token_ids": True, "stream_options": {"include_usage": True}}
+        salted = asked if salt is None else {**asked, "cache_salt": salt}
+        return Streaming(self._url, completion(self._model, ids, ANSWER_TOKENS, **salted), headers)
+
+    def _other_work(self, point: _Point) -> None:
+        count = round(point.share * POOL_BLOCKS * BLOCK / CHURN_TOKENS)
+
+        def one(number: int) -> None:
+            ids = passage(self._url, self._model, CHURN_TOKENS - 1, seed=10_000 * point.seed + number)
+            complete(self._url, completion(self._model, ids, 1, cache_salt=fresh_salt()))
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(one, range(count)))
+
+    def _answered(self, point: _Point, reply: Reply, started: float, switched: float) -> dict[str, float]:
+        said = reply.token_ids
+        self._check(point, "every_answer_is_whole", len(said) == ANSWER_TOKENS)
+        if point.said is None:
+            point.said = said
+        self._check(point, "all_arms_say_the_same", said == point.said)
+        return {
+            "recovery_ms": (reply.first_token_at - started) * 1000,
+            "full_interval_ms": (reply.first_token_at - switched) * 1000,
+            "reused_tokens": float(reply.cached_tokens or 0),
+        }
+
+    def _check(self, point: _Point, name: str, holds: bool) -> None:
+        self.checks[name] = self.checks.get(name, True) and holds
+        point.counts &= holds
+        if not holds:
+            note(f"  NOT {name}: {type(self).__name__} at {point.share:g}")
+
+
+class _Native(_Arm):
+    """vLLM as it is."""
+
+    def measure(self, point: _Point) -> dict[str, dict[str, float]]:
+        new = self._next_prompt(point.seed)
+        started = time.monotonic()
+        cold = self._answered(point, self._send(new, salt=fresh_salt()).wait(), started, started)
+        self._send(self._prompt).wait()  # the predecessor is the youngest again
+        switched = time.monotonic()
+        self._other_work(point)
+        started = time.monotonic()
+        prefix = self._answered(point, self._send(new).wait(), started, switched)
+        self._prompt = new
+        return {"native_cold": cold, "native_prefix": prefix}
+
+
+class _Retained(_Arm):
+    """A patched server; the certificate waits in `tier`."""
+
+    def __init__(self, url: str, model: str, tier: str) -> None:
+        super().__init__(url, model)
+        session = Session(url, model)
+        self.seal = session.seal
+        self._session = session
+        self._usage = session.pool_usage()
+        self._tier = tier
+        self._scope, self._epoch = fresh_scope(), 1
+        self._blocks: list[int | None] = []
+
+    def begin(self) -> None:
+        self._shared = passage(self._url, self._model, SHARED, seed=0)
+        self._prompt = self._next_prompt(0)
+        self._send(self._prompt, {"X-Retire-Scope": self._scope}).wait()
+
+    def measure(self, point: _Point) -> dict[str, dict[str, float]]:
+        new = self._next_prompt(point.seed)
+        moved = self._counters()
+        switched = time.monotonic()
+        location = self._supersede()
+        self._other_work(point)
+        started = time.monotonic()
+        found = self._answered(point, self._send(new, {"X-Retire-Scope": self._scope}).wait(), started, switched)
+        record = self._inherited(point, location)
+        after = self._counters()
+        if self._tier == "dram":
+            certificate = record["certificate"] or {"tier": None}
+            adopted = (record["adopted_blocks"] or [[]])[0]
+            moved_elsewhere = sum(a != b for a, b in zip(adopted, self._blocks, strict=False))
+            found |= {
+                "blocks_returned": float(after["offloaded_pages"] - moved["offloaded_pages"]),
+                "blocks_republished": float(after["restored_pages"] - moved["restored_pages"]),
+                "slots_remapped": float(moved_elsewhere),
+            }
+            self._check(point, "the_certificate_waited_in_host_memory", certificate["tier"] == "dram")
+        self._blocks = (record["adopted_blocks"] or [[]])[0]
+        self._prompt = new
+        measured = {self._tier: found}
+        if self._tier == "hbm":
+            measured["limit"] = self._unpressured(point)
+        return measured
+
+    def end(self) -> dict[str, bool]:
+        httpx.delete(f"{self._url}/scopes/{self._scope}", timeout=TIMEOUT_S).raise_for_status()
+        self._session.check_rest(self._usage)
+        return {**self.checks, **self._session.checks}
+
+    def _supersede(self) -> str:
+        contract = {"keep_prefix": SHARED, "retain": {"tier": self._tier, "ttl_s": RETAIN_S}}
+        body = {"scope": self._scope, "expected_epoch": self._epoch, "contract": contract}
+        answer = httpx.post(f"{self._url}/supersede", json=body, timeout=TIMEOUT_S).raise_for_status()
+        self._epoch += 1
+        return str(answer.headers["location"])
+
+    def _unpressured(self, point: _Point) -> dict[str, float]:
+        """Another successor at once: the limit of what inheritance can be."""
+        new = self._next_prompt(50_000 + point.seed)
+        location = self._supersede()
+        started = time.monotonic()
+        reply = self._send(new, {"X-Retire-Scope": self._scope}).wait()
+        record = self._inherited(point, location)
+        self._blocks = (record["adopted_blocks"] or [[]])[0]
+        self._prompt = new
+        return {
+            "recovery_ms": (reply.first_token_at - started) * 1000,
+            "reused_tokens": float(reply.cached_tokens or 0),
+        }
+
+    def _inherited(self, point: _Point, location: str) -> dict[str, Any]:
+        record = record_of(self._url, location)
+        self._check(point, "certified_tokens_are_constant", record["inherited_tokens"] == SHARED)
+        return record
+
+    def _counters(self) -> dict[str, int]:
+        status = httpx.get(f"{self._url}/retire/status", timeout=TIMEOUT_S).raise_for_status().json()
+        found: dict[str, int] = status["tier"]
+        return found
+
+
+def _start(stack: ExitStack, model: str) -> list[_Arm]:
+    """The three servers, started side by side."""
+    flags = (
+        *FLAGS,
+        *("--served-model-name", model),
+        *("--block-size", str(BLOCK)),
+        *("--max-num-batched-tokens", str(QUANTUM)),
+        *("--kv-cache-memory-bytes", str(1 << 30)),  # less than what the override below takes would stop start-up
+        *("--num-gpu-blocks-override", str(POOL_BLOCKS + 1)),  # one is the null block
+    )
+    servers = [Server(models.resolve(model), flags, patched=patched) for patched in (False, True, True)]
+    for server in servers:
+        stack.callback(server.close)
+    note(f"starting three servers with {model} ...")
+    for server in servers:
+        server.start()
+    native, hbm, dram = (server.url for server in servers)
+    return [_Native(native, model), _Retained(hbm, model, "hbm"), _Retained(dram, model, "dram")]
+
+
+Measured = Mapping[float, Sequence[Mapping[str, Mapping[str, float]]]]
+
+
+def _pairs(runs: Sequence[Mapping[str, Mapping[str, float]]], above: str, below: str, metric: str) -> Bootstrap:
+    return Bootstrap(median_of_ratios, [(run[above][metric], run[below][metric]) for run in runs])
+
+
+def _result(
+    bench: Churn,
+    found: Measured,
+    checks: Mapping[str, bool],
+    seal: Mapping[str, str],
+    points: Sequence[float],
+    rounds: int,
+) -> Result:
+    measured = {point: runs for point, runs in found.items() if runs}
+    whole = bool(measured) and len(measured) == len(points)
+    summary: dict[str, Any] = {"rounds": rounds, "points": list(points), "points_counted": len(measured)}
+    targets: list[Target] = []
+    for tier, aim in (("hbm", HBM_AIM), ("dram", DRAM_AIM)):
+        efficiency = {p: _pairs(runs, "limit", tier, "recovery_ms") for p, runs in measured.items()}
+        against = {p: _pairs(runs, tier, "native_prefix", "recovery_ms") for p, runs in measured.items()}
+        speedup = {p: _pairs(runs, "native_prefix", tier, "recovery_ms") for p, runs in measured.items()}
+        interval = {p: _pairs(runs, "native_prefix", tier, "full_interval_ms") for p, runs in measured.items()}
+        lowest = min(efficiency.values(), key=lambda one: one.value) if whole else None
+        highest = max(against.values(), key=lambda one: one.value) if whole else None
+        p_holm = holm({p: one.p_not_below(NATIVE_AIM) for p, one in against.items()})
+        summary |= {
+            **figures(f"{tier}_efficiency", lowest),
+            **figures(f"worst_{tier}_ratio_vs_native", highest),
+            f"{tier}_best_speedup": max((one.value for one in speedup.values()), default=None),
+            f"{tier}_by_point": {
+                f"{p:g}": {
+                    "efficiency": efficiency[p].value,
+                    "speedup": speedup[p].value,
+                    "paper_speedup": PAPER[p][tier == "dram"],
+                    "full_interval_speedup": interval[p].value,
+                    "ratio_vs_native": against[p].value,
+                    "p_holm_below_1_02": p_holm[p],
+                }
+                for p in sorted(measured)
+            },
+        }
+        targets += [
+            Target(f"{tier}_efficiency", "-", f"≥ {aim:g}", _verdict(lowest, at_least, aim)),
+            Target(
+                f"worst_{tier}_ratio_vs_native",
+                "1.002" if tier == "hbm" else "2.0",
+                f"≤ {NATIVE_AIM:g}",
+                _verdict(highest, at_most, NATIVE_AIM),
+            ),
+        ]
+    summary["full_interval_speedup"] = {
+        tier: max((row["full_interval_speedup"] for row in summary[f"{tier}_by_point"].values()), default=None)
+        for tier in ("hbm", "dram")
+    }
+    for name in ("blocks_returned", "blocks_republished", "slots_remapped"):
+        summary[name] = max((run["dram"][name] for runs in measured.values() for run in runs), default=None)
+    summary["certified_tokens"] = SHARED if checks.get("certified_tokens_are_constant") else None
+    cells = [
+        Cell(
+            {"bench": bench.name, "share": point, "pool_blocks": POOL_BLOCKS, "block_tokens": BLOCK},
+            {
+                arm: {metric: [run[arm][metric] for run in runs] for metric in runs[0][arm]}
+                for arm in (runs[0] if runs else {})
+            },
+        )
+        for point, runs in found.items()
+    ]
+    return Result(cells, summary, checks, targets, model=bench.model, seal=seal)
+
+
+def _verdict(found: Bootstrap | None, judge: Any, bound: float) -> Verdict:
+    interval: Interval | None = None if found is None else found.interval()
+    return Verdict.NOT_REACHED if interval is None else judge(interval, bound)

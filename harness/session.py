@@ -1,0 +1,94 @@
+"""One server for the length of an experiment, and whether it is left as it was found.
+
+Owns: start and end, the checks of a run, what the pool and the engine hold before and after.
+Must not know: what the experiment does in between.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from harness.client import TIMEOUT_S, Streaming
+from harness.server import Server
+from harness.workload import complete, completion
+from retire import models
+
+REST_S = 60.0
+FLAGS = ("--enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", "8192")
+
+
+class Session:
+    """A server that answers at `url` as `model`.  `checks`: correctness so far; `seal`: what it runs on."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self.url = url
+        self.model = model
+        self.checks: dict[str, bool] = {}
+        self.seal: dict[str, str] = self._status()["seal"]
+
+    def stream(self, ids: list[int], tokens: int, salt: str, headers: Mapping[str, str] | None = None) -> Streaming:
+        """A streamed completion that tells token ids, log-probabilities, and at its end what was cached."""
+        asked = {"logprobs": 0, "return_token_ids": True, "stream_options": {"include_usage": True}}
+        return Streaming(self.url, completion(self.model, ids, tokens, cache_salt=salt, **asked), headers)
+
+    def check(self, name: str, holds: bool) -> bool:
+        """Note one observation of a claim, which is true when all of them were.  Gives `holds` back."""
+        self.checks[name] = self.checks.get(name, True) and holds
+        if not holds:
+            note(f"  NOT {name}")
+        return holds
+
+    def held(self) -> dict[str, int]:
+        """What the engine holds for scopes: pins, requests, open transitions, steps in flight."""
+        held: dict[str, int] = self._status()["engine"]
+        return held
+
+    def pool_usage(self) -> float:
+        """The share of KV blocks that somebody references, after a step that nobody else was in."""
+        complete(self.url, completion(self.model, [1], 1))  # vLLM counts at the end of a step
+        metrics = httpx.get(f"{self.url}/metrics", timeout=TIMEOUT_S).raise_for_status().text
+        found = re.search(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.MULTILINE)
+        if found is None:
+            raise RuntimeError("the server does not tell how much of its pool is in use")
+        return float(found[1])
+
+    def check_rest(self, usage_before: float) -> None:
+        """The engine must come to hold nothing for any scope, and the pool as many free blocks as before."""
+        deadline = time.monotonic() + REST_S
+        while any(self.held().values()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        held = self.held()
+        if not self.check("nothing_left", not any(held.values())):
+            note(f"  the engine still holds {held}")
+        self.check("pool_as_before", self.pool_usage() == usage_before)
+
+    def _status(self) -> dict[str, Any]:
+        status: dict[str, Any] = httpx.get(f"{self.url}/retire/status", timeout=TIMEOUT_S).raise_for_status().json()
+        return status
+
+
+@contextmanager
+def serving(model: str, flags: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[Session]:
+    """A patched server with `FLAGS` and these; checked for what is left in it at the end."""
+    server = Server(models.resolve(model), (*FLAGS, "--served-model-name", model, *flags), env=env)
+    note(f"starting a server with {model} ...")
+    try:
+        server.start()
+        session = Session(server.url, model)
+        usage = session.pool_usage()
+        yield session
+        session.check_rest(usage)
+    finally:
+        server.close()
+
+
+def note(text: str) -> None:
+    """Progress; results go to stdout."""
+    print(text, file=sys.stderr, flush=True)
