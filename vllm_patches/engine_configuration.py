@@ -33,4 +33,32 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
-SEAM = Seam("vllm.engine.arg_utils:EngineArgs.create_engine_config", "wrap", build)
+S = "vllm.v1.core.sched.scheduler:Scheduler."
+R = "vllm.v1.worker.gpu_model_runner:GPUModelRunner."
+M = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin."
+SEAM = Seam(
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+    "wrap",
+    build,
+    # When upstream calls which hook of the connector, what it makes of the answers, and how it lays out the caches.
+    relies_on=(
+        S + "has_requests",
+        S + "_connector_finished",
+        S + "_handle_failed_recving",
+        S + "_update_from_kv_xfer_finished",
+        S + "_update_waiting_for_remote_kv",
+        R + "execute_model",
+        R + "initialize_kv_cache",
+        M + "_get_kv_connector_output",
+        M + "kv_connector_no_forward",
+        "vllm._custom_ops:swap_blocks_batch",
+        "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate",
+        "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
+        "vllm.utils.ompmultiprocessing:OMPProcessManager.__init__",
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.allocate_external_computed_blocks",
+        "vllm.v1.engine.core:EngineCoreProc._process_engine_step",
+        "vllm.v1.kv_cache_interface:create_kv_cache_views",
+        "vllm.v1.kv_offload.cpu.host_register:host_register",
+        "vllm.v1.worker.utils:allocate_kv_cache",
+    ),
+)

@@ -108,6 +108,9 @@ class RetireTier(KVConnectorBase_V1, SupportsHMA):
         """Begin this step's transfers.  Upstream calls it before anything of the step is launched."""
         self.worker.take(kv_connector_metadata)
 
+    def bind_connector_metadata(self, connector_metadata: Orders) -> None:
+        """Nothing: they are taken already.  As long as there are none, attention layers skip their two hooks."""
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: transfers began before the step."""
 

@@ -410,6 +410,9 @@ def config(**changes: object) -> SimpleNamespace:
     return made
 
 
+SOMEBODYS_CONNECTOR = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_module_path=None)
+
+
 def test_a_plain_configuration_is_served() -> None:
     from retire.engine.configuration import check, refusals
 
@@ -423,7 +426,7 @@ def test_a_plain_configuration_is_served() -> None:
         ("parallel_config.tensor_parallel_size", 2, "tensor parallelism"),
         ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism"),
         ("parallel_config.data_parallel_size", 2, "data parallelism"),
-        ("kv_transfer_config", object(), "KV connector"),
+        ("kv_transfer_config", SOMEBODYS_CONNECTOR, "KV connector"),
         ("parallel_config.enable_dbo", True, "--enable-dbo"),
         ("model_config.is_hybrid", True, "Mamba"),
         ("model_config.is_attention_free", True, "Mamba"),
@@ -453,27 +456,77 @@ def test_several_api_processes_are_refused() -> None:
 def test_everything_in_the_way_is_named_at_once() -> None:
     from retire.engine.configuration import check
 
-    both = config(**{"parallel_config.tensor_parallel_size": 2, "kv_transfer_config": object()})
+    both = config(**{"parallel_config.tensor_parallel_size": 2, "kv_transfer_config": SOMEBODYS_CONNECTOR})
     with pytest.raises(_seam.SeamError, match=r"tensor parallelism.*; .*KV connector"):
         check(both, api_processes=1)
 
 
-def test_a_refused_start_ends_with_one_line(tmp_path: Path) -> None:
+@pytest.fixture
+def arguments(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Of an engine, as far as our connector is concerned."""
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "")
+    monkeypatch.delenv("VLLM_CPU_NUM_OF_RESERVED_CPU")  # and back to what it was when the test is over
+    return SimpleNamespace(kv_transfer_config=None)
+
+
+def test_our_connector_is_named_for_the_engine_and_passes_the_check(arguments: SimpleNamespace) -> None:
+    from retire.engine import configuration
+
+    configuration.add_tier(arguments, 1 << 20)
+    named = arguments.kv_transfer_config
+    assert (named.kv_connector, named.kv_load_failure_policy) == ("RetireTier", "recompute")
+    assert configuration.refusals(config(kv_transfer_config=named), api_processes=1) == []
+    assert os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "1", "no core of the model's is set aside for it"
+
+
+def test_without_host_memory_or_beside_a_connector_of_the_users_none_is_named(arguments: SimpleNamespace) -> None:
+    from retire.engine import configuration
+
+    configuration.add_tier(arguments, 0)
+    assert arguments.kv_transfer_config is None
+    arguments.kv_transfer_config = SOMEBODYS_CONNECTOR
+    configuration.add_tier(arguments, 1 << 20)
+    assert arguments.kv_transfer_config is SOMEBODYS_CONNECTOR
+
+
+def test_upstream_finds_the_connector_and_keeps_its_hybrid_cache_manager(arguments: SimpleNamespace) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from retire.engine import configuration
+
+    configuration.add_tier(arguments, 1 << 20)
+    found = KVConnectorFactory.get_connector_class(arguments.kv_transfer_config)
+    assert (found.__module__, found.__abstractmethods__) == (configuration.TIER_MODULE, frozenset())
+    assert KVConnectorFactory.supports_hma_config(arguments.kv_transfer_config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "reason"),
+    [
+        ("tensor_parallel_size=2", {}, "tensor parallelism"),
+        ("", {"RETIRE_DRAM_BYTES": "-1"}, "RETIRE_DRAM_BYTES: '-1' is no size"),
+        ("", {"RETIRE_DRAM_BYTES": "9999TiB"}, "that this machine has"),
+    ],
+)
+def test_a_refused_start_ends_with_one_line(
+    tmp_path: Path, flags: str, environment: dict[str, str], reason: str
+) -> None:
     from retire import models
 
     script = tmp_path / "start.py"
     script.write_text(
         "from vllm.engine.arg_utils import EngineArgs\n"
         "if __name__ == '__main__':\n"
-        f"    EngineArgs(model={models.resolve('tiny-llama')!r}, tensor_parallel_size=2).create_engine_config()\n"
+        f"    EngineArgs(model={models.resolve('tiny-llama')!r}, {flags}).create_engine_config()\n"
     )
-    env = {**os.environ, "VLLM_PLUGINS": "retire", "RETIRE_STATE_DIR": str(tmp_path / "state"), "HF_HUB_OFFLINE": "1"}
+    state = {"RETIRE_STATE_DIR": str(tmp_path / "state"), "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, "VLLM_PLUGINS": "retire", **state, **environment}
     done = subprocess.run(
         [sys.executable, str(script)], env=env, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode != 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("retire: ")]
     assert len(lines) == 1
-    assert "tensor parallelism" in lines[0]
+    assert reason in lines[0]
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "state").exists(), "a refused start leaves no state behind"

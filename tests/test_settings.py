@@ -1,0 +1,42 @@
+"""What the environment may say."""
+
+from __future__ import annotations
+
+import pytest
+
+from retire import cli
+from retire.core.errors import SeamError
+from retire.settings import Settings, size_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("0", 0),
+        ("1073741824", 1 << 30),
+        ("512MiB", 512 << 20),
+        ("2 GiB", 2 << 30),
+        (" 1KiB ", 1024),
+        ("3TiB", 3 << 40),
+    ],
+)
+def test_sizes_are_bytes_or_binary_units(monkeypatch, text: str, found: int) -> None:
+    assert size_bytes(text) == found
+    monkeypatch.setenv("RETIRE_DRAM_BYTES", text)
+    assert Settings.from_env().dram_bytes == found
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5GiB", "1GB", "GiB", "1e9", "12 MiB more", "١MiB"])
+def test_what_is_no_size_is_refused_by_the_name_of_its_variable(monkeypatch, capsys, text: str) -> None:
+    monkeypatch.setenv("RETIRE_DRAM_BYTES", text)
+    with pytest.raises(SeamError, match="RETIRE_DRAM_BYTES") as caught:
+        Settings.from_env()
+    assert "\n" not in str(caught.value)
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "org/m", f"--retire-dram-bytes={text}"])
+    assert "--retire-dram-bytes" in capsys.readouterr().err
+
+
+def test_nothing_said_is_a_gibibyte(monkeypatch) -> None:
+    monkeypatch.delenv("RETIRE_DRAM_BYTES", raising=False)
+    assert Settings.from_env().dram_bytes == 1 << 30
