@@ -67,7 +67,7 @@ class Disk:
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Iterator[Authority]:
-    with open_authority(tmp_path, tenants=(T, "other"), scopes_per_tenant=4, rows=8) as authority:
+    with open_authority(tmp_path, tenants=(T, "other"), scopes_per_tenant=4, rows_per_tenant=8) as authority:
         yield authority
 
 
@@ -522,11 +522,32 @@ def test_another_configuration_keeps_the_epochs(tmp_path: Path) -> None:
         for transition in range(1, advances):
             authority.advance(tenant, "s", "*", transition)
     abandon(authority)
-    authority = open_authority(tmp_path, tenants=("b", "c", "a"), scopes_per_tenant=64, rows=16)
+    authority = open_authority(tmp_path, tenants=("b", "c", "a"), scopes_per_tenant=64, rows_per_tenant=16)
     assert [authority.resolve(tenant, "s").epoch for tenant in ("a", "b", "c")] == [3, 5, 1]
     abandon(authority)
     with open_authority(tmp_path, tenants=("a",)) as authority:
         assert authority.resolve("a", "s").epoch == 3
+
+
+def test_a_tenant_whose_number_of_scopes_changes_keeps_its_epochs(tmp_path: Path) -> None:
+    names = [f"s-{number}" for number in range(8)]
+    authority = open_authority(tmp_path, tenants=("a", "b"), scopes_per_tenant=(8, 2))
+    for name in names:
+        authority.resolve("a", name)
+        authority.advance("a", name, "*", 1)
+    abandon(authority)
+    for scopes in ((3, 16), (16, 1)):
+        authority = open_authority(tmp_path, tenants=("a", "b"), scopes_per_tenant=scopes)
+        for name in names:
+            authority.advance("a", name, "*", 2)
+        tickets = [authority.issue(authority.resolve("b", str(number))) for number in range(scopes[1])]
+        with pytest.raises(OverLimit):
+            authority.resolve("b", "one more")
+        for ticket in tickets:
+            authority.release(ticket)
+        abandon(authority)
+    with open_authority(tmp_path, tenants=("a", "b")) as authority:
+        assert [authority.resolve("a", name).epoch for name in names] == [4] * 8
 
 
 def test_tombstones_are_pruned_after_their_retention(tmp_path: Path) -> None:
@@ -594,7 +615,7 @@ class CrashMachine(RuleBasedStateMachine):
         self.authority = self.open()
 
     def open(self) -> Authority:
-        authority = open_authority(self.state_dir, boot_id=str(self.boot), scopes_per_tenant=2, rows=2)
+        authority = open_authority(self.state_dir, boot_id=str(self.boot), scopes_per_tenant=2, rows_per_tenant=2)
         authority._record._db.execute("PRAGMA synchronous = OFF")  # `Disk` stands in for it
         return authority
 
