@@ -20,6 +20,7 @@ import httpx
 from retire import __version__, models
 from retire.core.errors import RetireError
 from retire.settings import PLUGIN_NAME
+from retire.tenants import TENANTS_ENV
 
 SERVER_MODULE: Final = "vllm.entrypoints.launchers.api_server.entry"
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
@@ -31,6 +32,7 @@ _SETTINGS: Final = {
     "retire_state_dir": "RETIRE_STATE_DIR",
     "retire_scopes": "RETIRE_SCOPES",
     "retire_arm_rows": "RETIRE_ARM_ROWS",
+    "retire_tenants": TENANTS_ENV,
 }
 _COMPILATION_FLAGS: Final = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "--optimization-level")
 _LOADED_UNLESS_LISTED: Final = (  # vLLM's groups that an unset VLLM_PLUGINS loads in full
@@ -82,6 +84,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     serve.add_argument("--retire-state-dir", metavar="PATH", help="where authority outlives the processes")
     serve.add_argument("--retire-scopes", type=int, metavar="N", help="scopes per tenant in the table")
     serve.add_argument("--retire-arm-rows", type=int, metavar="N", help="steps of at least N rows check authority")
+    serve.add_argument("--retire-tenants", metavar="FILE", help="tenants, their keys and limits (TOML)")
     serve.set_defaults(run=_serve, takes_rest=True)
 
     demo = commands.add_parser("demo", add_help=False, allow_abbrev=False, help="see a supersede happen")

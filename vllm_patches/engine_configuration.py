@@ -1,7 +1,7 @@
 """Seam: vllm.engine.arg_utils:EngineArgs.create_engine_config
 Process: api    Kind: wrap
-Why: a configuration in which a guarantee cannot hold must stop start-up before a model is loaded.
-Delta: the finished configuration is checked, and this process takes its state directory.
+Why: a configuration or a tenants file in which a guarantee cannot hold must stop start-up before a model is loaded.
+Delta: the tenants file and the finished configuration are checked, and this process takes its state directory.
 No seam: general plugins run before the configuration exists, endpoint plugins after the engine does.
 Remove: when plugins can veto a configuration.
 """
@@ -19,11 +19,14 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
     from retire.authority import home
     from retire.engine import configuration
     from retire.settings import Settings
+    from retire.tenants import Registry
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tenants = Registry.from_env()
         config = original(self, *args, **kwargs)
         configuration.check(config, api_processes=self._api_process_count)
-        home.own(Settings.from_env())
+        configuration.check_tenants(config, tenants)
+        home.own(Settings.from_env(), tenants)
         return config
 
     return create_engine_config

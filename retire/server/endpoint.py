@@ -9,16 +9,16 @@ from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import ASGIApp
+from starlette.middleware.cors import CORSMiddleware
 
 from retire import seal
 from retire.authority import home
 from retire.core.errors import SeamError
-from retire.server.gate import Gate
+from retire.server.gate import App, Gate
 from retire.server.routes import document_headers, router
 from retire.server.service import Service
-from retire.server.tenants import Tenants
 from retire.settings import PLUGIN_NAME, Settings
+from retire.tenants import Registry
 
 
 class RetireEndpoint:
@@ -31,7 +31,7 @@ class RetireEndpoint:
         self._app: FastAPI | None = None
         self._build: Any = None
         self._service: Service | None = None
-        self._tenants = Tenants(())
+        self._tenants: Registry | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and put the gate around everything, the middleware that is added later included."""
@@ -39,8 +39,8 @@ class RetireEndpoint:
         document_headers(app)
         inner_build = app.build_middleware_stack
 
-        def build_with_gate() -> ASGIApp:
-            return Gate(inner_build(), self.service, lambda: self._tenants)
+        def build_with_gate() -> App:
+            return Gate(inner_build(), self.service, self.tenants, lambda answered: _with_cors(app, answered))
 
         app.build_middleware_stack = build_with_gate  # type: ignore[method-assign]
         self._app, self._build = app, build_with_gate
@@ -51,24 +51,30 @@ class RetireEndpoint:
             raise SeamError("RETIRE is not ready")
         return self._service
 
+    def tenants(self) -> Registry:
+        """Who may ask, once that is known."""
+        if self._tenants is None:
+            raise SeamError("RETIRE is not ready")
+        return self._tenants
+
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Refuse to serve unless everything is in its place; then follow the engine.
 
         Raises:
-            SeamError: no engine, an unsealed process, or a layer outside the gate.
+            SeamError: no engine, an unsealed process, a layer outside the gate, or keys of vLLM beside a tenants file.
         """
         if engine_client is None:
             raise SeamError("RETIRE needs an engine; the render server has none")
         self._require_outermost()
+        from vllm import envs
+
+        self._tenants = home.tenants().accepting(args.api_key or [envs.VLLM_API_KEY or ""])
         authority = home.owned()
         if authority is None:
             raise SeamError("this process does not own the state directory")
         core = engine_client.engine_core
         await self._require_same_seal(core)
 
-        from vllm import envs
-
-        self._tenants = Tenants(args.api_key or [envs.VLLM_API_KEY or ""])
         models = state.openai_serving_models
         self._service = Service(
             authority,
@@ -97,3 +103,11 @@ class RetireEndpoint:
         for other in others:
             if other != mine:
                 raise SeamError(f"processes disagree: API {mine}, engine or worker {other}")
+
+
+def _with_cors(app: FastAPI, answered: App) -> App:
+    """The application's own CORS middleware around an answer of the gate."""
+    layers: list[Any] = [layer for layer in app.user_middleware if layer.cls is CORSMiddleware]  # type: ignore[comparison-overlap]
+    for layer in layers:
+        answered = layer.cls(answered, *layer.args, **layer.kwargs)
+    return answered

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from retire.server.gate import Gate
-from retire.server.tenants import Tenants
+from retire.tenants import Registry
 
 KEY = "sk-right"
 BODY = json.dumps({"scope": "s", "expected_epoch": 1}).encode()
@@ -31,10 +31,14 @@ def untouchable():
     raise AssertionError("authority must not be looked at")
 
 
+def no_cors(app):
+    return app
+
+
 def through(method, path, headers=(), body=b"", *, kind="http", root_path=""):
     """Send one request at a gate with a key; gives what came back and who was reached."""
     behind, sent = Behind(), []
-    gate = Gate(behind, untouchable, lambda: Tenants([KEY, "sk-other"]))
+    gate = Gate(behind, untouchable, lambda: Registry.single([KEY, "sk-other"]), no_cors)
     incoming = [{"type": "http.request" if kind == "http" else "websocket.connect", "body": body, "more_body": False}]
 
     async def receive():
