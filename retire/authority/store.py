@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 
 from xxhash import xxh3_64_intdigest, xxh3_128_intdigest
 
-from retire.authority.record import Change, Idempotent, Record
+from retire.authority.record import Change, Idempotent, Record, Recorded
 from retire.authority.table import CANCELLED, PAUSED, AuthorityTable
 from retire.core.errors import EpochConflict, EpochRevoked, InvalidRequest, InvariantViolation, NotFound, SeamError
 from retire.core.types import EPOCH_MAX, SCOPE_MAX_CHARS, Epoch, ScopeId, TenantId, Ticket
@@ -267,6 +267,11 @@ class Authority:
         with self._table.locked():
             return self._known(tenant, scope)
 
+    def page(self, tenant: str, *, after: str = "", limit: int = 1000) -> list[ScopeStatus]:
+        """The tenant's next scopes by name, those included that have left the table."""
+        self._index(tenant)
+        return [self._status(tenant, recorded) for recorded in self._record.page(tenant, after=after, limit=limit)]
+
     # -- tickets
 
     def issue(self, view: ScopeView) -> Ticket:
@@ -417,6 +422,22 @@ class Authority:
             slot = self._insert(index, key, recorded.epoch, recorded.cancelled)
         return self._view(tenant, scope, slot)
 
+    def _status(self, tenant: str, recorded: Recorded) -> ScopeStatus:
+        """The scope where it is: looking through many must not push others out of the table."""
+        key = _scope_key(tenant, recorded.scope)
+        with self._table.locked():
+            slot = self._table.find(self._index(tenant), key)
+            words = None if slot is None else self._table.read(slot)
+            found = self._record.lookup(tenant, key) or recorded  # evicted since the page was read, or pruned
+        flags = CANCELLED * found.cancelled if words is None else words.flags
+        return ScopeStatus(
+            tenant=TenantId(tenant),
+            scope=ScopeId(recorded.scope),
+            epoch=Epoch(found.epoch if words is None else words.epoch),
+            cancelled=flags & CANCELLED != 0,
+            paused=flags & PAUSED != 0,
+        )
+
     def _found(self, tenant: str, scope: str) -> ScopeView:
         validate_scope(scope)
         view = self._known(tenant, scope)
@@ -488,30 +509,6 @@ class Authority:
         if index is None:
             raise InvariantViolation(f"tenant {tenant!r} is not configured")
         return index
-
-    # last, because its name hides the built-in from the annotations below it
-
-    def list(self, tenant: str) -> Sequence[ScopeStatus]:
-        """The tenant's scopes by name, those included that have left the table."""
-        index = self._index(tenant)
-        # no lock: read after the table, the record has whatever was evicted meanwhile
-        held = {words.key: words for words in self._table.scopes(index)}
-        statuses = []
-        for key, recorded in self._record.scopes(tenant).items():
-            words = held.get(key)
-            epoch, flags = recorded.epoch, CANCELLED if recorded.cancelled else 0
-            if words is not None and (words.epoch, words.flags & CANCELLED) >= (epoch, flags):
-                epoch, flags = words.epoch, words.flags
-            statuses.append(
-                ScopeStatus(
-                    tenant=TenantId(tenant),
-                    scope=ScopeId(recorded.scope),
-                    epoch=Epoch(epoch),
-                    cancelled=flags & CANCELLED != 0,
-                    paused=flags & PAUSED != 0,
-                )
-            )
-        return sorted(statuses, key=lambda status: status.scope)
 
 
 def _scope_key(tenant: str, scope: str) -> int:

@@ -123,7 +123,7 @@ def test_a_tenant_that_is_not_configured_is_a_defect(authority: Authority) -> No
         with pytest.raises(InvariantViolation):
             call("stranger", "s")
     with pytest.raises(InvariantViolation):
-        authority.list("stranger")
+        authority.page("stranger")
 
 
 @pytest.mark.parametrize("tenants", [(), ("a", "a"), ("",), ("a\0b",)])
@@ -349,12 +349,26 @@ def test_a_list_names_every_scope_also_the_evicted(authority: Authority) -> None
     fill(authority, 20)
     authority.resolve(T, "c")
     authority.set_paused(T, "c", True)
-    named = {status.scope: status for status in authority.list(T)}
+    named = {status.scope: status for status in authority.page(T)}
     assert len(named) == 23
     assert named["a"] == ScopeStatus(tenant="default", scope="a", epoch=2)  # type: ignore[arg-type]
     assert named["b"].cancelled
     assert named["c"].paused
-    assert authority.list("other") == []
+    assert authority.page("other") == []
+
+
+def test_pages_follow_each_other_by_name_and_leave_the_table_as_it_is(authority: Authority) -> None:
+    names = [f"filler {number}" for number in range(20)] + ["Z", "é", "日本", "\U0001f600"]
+    for name in names:
+        authority.resolve(T, name)
+    kept = [name for name in names if held(authority, name)]
+    pages, after = [], ""
+    while page := authority.page(T, after=after, limit=7):
+        pages.append([status.scope for status in page])
+        after = page[-1].scope
+    assert [len(page) for page in pages] == [7, 7, 7, 3]
+    assert [name for page in pages for name in page] == sorted(names)
+    assert [name for name in names if held(authority, name)] == kept
 
 
 # -- idempotency
@@ -555,9 +569,9 @@ def test_tombstones_are_pruned_after_their_retention(tmp_path: Path) -> None:
         authority.cancel(T, authority.resolve(T, "gone").scope)
         authority.resolve(T, "stays")
         authority.prune()
-        assert len(authority.list(T)) == 2
+        assert len(authority.page(T)) == 2
     with open_authority(tmp_path, boot_id="boot-2", tombstone_retention_s=-1) as authority:
-        assert [status.scope for status in authority.list(T)] == ["stays"]
+        assert [status.scope for status in authority.page(T)] == ["stays"]
         assert authority.resolve(T, "gone").epoch == 1
 
 
