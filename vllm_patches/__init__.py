@@ -22,7 +22,7 @@ MODULES = (
     "engine_seal",
     "engine_transition",
     "engine_facts",
-    "foreign_ticket",
+    "request_origin",
     "output_queue_ticket",
     "output_queue_gate",
     "worker_step",
