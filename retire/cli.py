@@ -211,12 +211,18 @@ def _supersede(args: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def _status(args: argparse.Namespace, _rest: list[str]) -> int:
+    scopes: list[Any] = []
     with _client(args) as client:
-        answers = {"status": client.get("/retire/status"), "scopes": client.get("/scopes")}
-    for answer in answers.values():
-        if not answer.is_success:
-            return _report(answer)
-    _print_json({name: answer.json() for name, answer in answers.items()})
+        status = client.get("/retire/status")
+        page, after = status, ""
+        while page.is_success and after is not None:
+            page = client.get("/scopes", params={"limit": 1000, "after": after})
+            if page.is_success:
+                scopes += page.json()["scopes"]
+                after = page.json()["next"]
+    if not page.is_success:
+        return _report(page)
+    _print_json({"status": status.json(), "scopes": {"scopes": scopes}})
     return Exit.OK
 
 

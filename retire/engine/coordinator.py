@@ -241,7 +241,7 @@ class Coordinator:
         return holding
 
     def told(self, event: dict[str, Any]) -> dict[str, int] | None:
-        """A message of the API process, which has already changed the table; "status" is answered."""
+        """A message of the API process, which has already changed the table; "status" is answered, for its tenant."""
         key = (TenantId(event.get("tenant", "")), ScopeId(event.get("scope", "")))
         match event["kind"]:
             case "advanced":
@@ -256,7 +256,7 @@ class Coordinator:
                 raise InvariantViolation(f"unknown message {kind}")
         self.sweep()
         self._collect(key)
-        return self.leftovers() if event["kind"] == "status" else None
+        return self.leftovers(event.get("tenant")) if event["kind"] == "status" else None
 
     def _cancelled(self, key: ScopeKey) -> None:
         if key in self._states and not self._states[key].cancelled:
@@ -439,14 +439,17 @@ class Coordinator:
 
     # -- what can be asked ----------------------------------------------------------------------------------------
 
-    def leftovers(self) -> dict[str, int]:
-        """What an idle engine must not hold."""
+    def leftovers(self, tenant: TenantId | None = None) -> dict[str, int]:
+        """What an idle engine must not hold, for the tenant or for all of them."""
+        states = (state for key, state in self._states.items() if tenant in (None, key[0]))
+        orphans = (group for key, group in self._orphans.items() if tenant in (None, key[0]))
+        requests = (tracked for tracked in self._requests.values() if tenant in (None, tracked.tag.tenant))
         return {
-            "pinned_blocks": self.ownership.pinned_blocks(),
-            "scoped_requests": len(self._requests),
-            "open_transitions": sum(1 for state in self._states.values() if state.transition is not None),
-            "orphans": sum(len(group) for group in self._orphans.values()),
-            "steps_in_flight": self._steps.in_flight,
+            "pinned_blocks": self.ownership.pinned_blocks(tenant),
+            "scoped_requests": sum(1 for _ in requests),
+            "open_transitions": sum(1 for state in states if state.transition is not None),
+            "orphans": sum(len(group) for group in orphans),
+            "steps_in_flight": self._steps.in_flight(tenant),
         }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from retire.core.errors import InvariantViolation
-from retire.core.types import BlockId, BlockRef, Generation, Holding, RequestId
+from retire.core.types import BlockId, BlockRef, Generation, Holding, RequestId, TenantId
 
 
 class Ownership:
@@ -21,6 +21,7 @@ class Ownership:
         self._pool = pool
         self._generation = [0] * len(pool.blocks)
         self._pins: dict[RequestId, list[Any]] = {}
+        self._tenants: dict[RequestId, TenantId] = {}  # of the pins
 
     def allocated(self, blocks: Iterable[Any]) -> None:
         """The pool handed these blocks to a new owner."""
@@ -45,6 +46,7 @@ class Ownership:
         blocks = [self._pool.blocks[ref.block] for group in holding.groups for ref in group if ref is not None]
         self._pool.touch(blocks)
         self._pins[holding.request] = blocks
+        self._tenants[holding.request] = holding.tenant
 
     def keep_only(self, request: RequestId, groups: tuple[tuple[BlockRef | None, ...], ...]) -> None:
         """Give back what the holding of `request` has beyond these blocks: nobody will adopt it."""
@@ -58,11 +60,13 @@ class Ownership:
         blocks = self._pins.pop(holding.request, None)
         if blocks is None:
             raise InvariantViolation(f"invariant 6: {holding.request} is not pinned")
+        del self._tenants[holding.request]
         self._pool.free_blocks(reversed(blocks))
 
-    def pinned_blocks(self) -> int:
-        """Distinct blocks that some pin keeps alive."""
-        return len({block.block_id for blocks in self._pins.values() for block in blocks})
+    def pinned_blocks(self, tenant: TenantId | None = None) -> int:
+        """Distinct blocks that some pin, or some pin of the tenant, keeps alive."""
+        pins = [blocks for rid, blocks in self._pins.items() if tenant in (None, self._tenants[rid])]
+        return len({block.block_id for blocks in pins for block in blocks})
 
     def block_of(self, ref: BlockRef | None) -> Any:
         """The pool's block behind a reference; the null block for None."""

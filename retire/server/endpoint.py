@@ -79,6 +79,7 @@ class RetireEndpoint:
         self._service = Service(
             authority,
             Settings.from_env(),
+            self._tenants,
             call_engine=core.call_utility_async,
             engine_dead=lambda: bool(engine_client.errored),
             fingerprint=getattr(state.openai_serving_chat, "system_fingerprint", None),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Header, Path, Request
+from fastapi import APIRouter, FastAPI, Header, Path, Query, Request
 from fastapi.responses import JSONResponse
 
 from retire import seal
@@ -20,6 +20,7 @@ from retire.server.schemas import Accepted, ScopeInfo, ScopeList, ServerStatus, 
 from retire.server.service import Service
 
 router = APIRouter(tags=["retire"])
+SCOPES_PER_PAGE, SCOPES_PER_PAGE_MAX = 100, 1000
 ScopePath = Annotated[str, Path(description="a scope of the caller's tenant", examples=["plan-7"])]
 
 
@@ -132,10 +133,16 @@ async def transition(request: Request, transition: str) -> Any:
 
 
 @router.get("/scopes", response_model=ScopeList)
-async def scopes(request: Request) -> Any:
-    """The tenant's scopes."""
+async def scopes(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=SCOPES_PER_PAGE_MAX)] = SCOPES_PER_PAGE,
+    after: Annotated[str, Query(description="`next` of the page before")] = "",
+) -> Any:
+    """The tenant's scopes by name, a page at a time."""
     service, tenant = _service(request), _tenant(request)
-    return {"scopes": [service.describe(status) for status in service.authority.list(tenant)]}
+    found = service.authority.page(tenant, after=after, limit=limit + 1)
+    following = found[limit - 1].scope if len(found) > limit else None
+    return {"scopes": [service.describe(status) for status in found[:limit]], "next": following}
 
 
 @router.get("/scopes/{scope:path}", response_model=ScopeInfo, responses={404: _ERRORS[404]})
@@ -170,10 +177,10 @@ def _set_paused(request: Request, scope: str, *, paused: bool) -> Any:
 
 @router.get("/retire/status", response_model=ServerStatus)
 async def status(request: Request) -> Any:
-    """The seal of every process, the stated backlog, and what the engine holds for scopes."""
+    """The seal of every process, the stated backlog, and what the engine holds for the tenant's scopes."""
     service = _service(request)
     try:
-        engine = await service.engine_status()
+        engine = await service.engine_status(_tenant(request))
     except EngineError as error:
         return error_response(error)
     return {

@@ -126,6 +126,7 @@ class ScopeList(BaseModel):
     """GET /scopes."""
 
     scopes: list[ScopeInfo]
+    next: str | None = Field(default=None, description="ask again with `after` set to it; null: this was the last page")
 
 
 class TransitionInfo(BaseModel):
