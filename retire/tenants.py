@@ -151,6 +151,14 @@ class Registry:
         return found
 
 
+def asker() -> TenantId:
+    """The tenant that the current request belongs to.  Raises Unauthorized where none was asked for a key."""
+    tenant = asking.get()
+    if tenant is None:
+        raise Unauthorized("Unauthorized")
+    return tenant
+
+
 def cache_salt(tenant: TenantId | None, secret: int, own: str | None) -> str:
     """What stands for the tenant in the hashes of vLLM's prefix cache, its client's `own` salt included.
 

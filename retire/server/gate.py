@@ -39,7 +39,7 @@ from retire.server.requests import (
 from retire.server.schemas import REASON_MAX_CHARS
 from retire.server.service import FENCE_WAIT_S, Service, Superseded
 from retire.server.transitions import Transition, now_ns
-from retire.tenants import Registry, asking
+from retire.tenants import Registry, asker, asking
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -166,13 +166,10 @@ class Gate:
             headers = Headers(scope)
             path = self._know(scope, headers)
             if path == SUPERSEDE and scope["method"] == "POST":
-                await exchange.supersede(headers, _known())
+                await exchange.supersede(headers, asker())
             elif path in GATED and scope["method"] == "POST":
                 await exchange.gated(path, headers, self._get_tenants())
-            elif path.startswith(OURS):
-                scope["retire.tenant"] = _known()
-                await self._app(scope, receive, send)
-            elif headers.scoped:
+            elif headers.scoped and not path.startswith(OURS):
                 raise Unsupported(f"{path} cannot carry a scope; use {' or '.join(GATED)}", param="X-Retire-Scope")
             else:
                 await self._app(scope, receive, send)
@@ -237,10 +234,10 @@ class Exchange:
                 await self._app(self._scope, self._replay(raw), self._send)
                 return
             asking.set(tenants.authenticate(headers.get("authorization")))
-            view = self._join(_known(), None, None, body)
+            view = self._join(asker(), None, None, body)
             await self._serve(path, body, view, None, rewritten=False)
             return
-        tenant = _known()
+        tenant = asker()
         scope_name, epoch = headers.get("x-retire-scope"), _number(headers.epoch("x-retire-epoch"))
         expected = headers.epoch("x-retire-supersedes", star=True)
         if scope_name is None:
@@ -688,12 +685,6 @@ class Stream:
 def scope_headers(scope: ScopeId, epoch: Epoch) -> list[tuple[bytes, bytes]]:
     """`X-Retire-Scope` and `X-Retire-Epoch` of a response."""
     return [(b"x-retire-scope", scope.encode("utf-8")), (b"x-retire-epoch", str(epoch).encode())]
-
-
-def _known() -> TenantId:
-    tenant = asking.get()
-    assert tenant is not None, "authenticated before anything else"
-    return tenant
 
 
 def _idempotency(headers: Headers, told: bytes) -> tuple[str, bytes] | None:

@@ -14,10 +14,11 @@ from fastapi.responses import JSONResponse
 
 from retire import seal
 from retire.core.errors import CallerError, EngineError, NotFound
-from retire.core.types import Epoch, ScopeId, TenantId
+from retire.core.types import Epoch, ScopeId
 from retire.server.gate import GATED, scope_headers
 from retire.server.schemas import Accepted, ScopeInfo, ScopeList, ServerStatus, SupersedeBody, TransitionInfo
 from retire.server.service import Service
+from retire.tenants import asker
 
 router = APIRouter(tags=["retire"])
 SCOPES_PER_PAGE, SCOPES_PER_PAGE_MAX = 100, 1000
@@ -66,11 +67,6 @@ def document_headers(app: FastAPI) -> None:
 def _service(request: Request) -> Service:
     service: Service = request.app.state.retire
     return service
-
-
-def _tenant(request: Request) -> TenantId:
-    tenant: TenantId = request.scope["retire.tenant"]  # set by the gate
-    return tenant
 
 
 def error_response(error: CallerError | EngineError) -> JSONResponse:
@@ -126,7 +122,7 @@ async def supersede(
 @router.get("/transitions/{transition}", response_model=TransitionInfo, responses={404: _ERRORS[404]})
 async def transition(request: Request, transition: str) -> Any:
     """Stage times, receipts, certificate or refusal, and what the predecessor had published."""
-    record = _service(request).transitions.get(_tenant(request), transition)
+    record = _service(request).transitions.get(asker(), transition)
     if record is None:
         return error_response(NotFound(f"no transition {transition!r}", param="transition"))
     return record.info()
@@ -139,7 +135,7 @@ async def scopes(
     after: Annotated[str, Query(description="`next` of the page before")] = "",
 ) -> Any:
     """The tenant's scopes by name, a page at a time."""
-    service, tenant = _service(request), _tenant(request)
+    service, tenant = _service(request), asker()
     found = service.authority.page(tenant, after=after, limit=limit + 1)
     following = found[limit - 1].scope if len(found) > limit else None
     return {"scopes": [service.describe(status) for status in found[:limit]], "next": following}
@@ -148,13 +144,13 @@ async def scopes(
 @router.get("/scopes/{scope:path}", response_model=ScopeInfo, responses={404: _ERRORS[404]})
 async def scope(request: Request, scope: ScopePath) -> Any:
     """One scope."""
-    return _about_scope(scope, lambda: _service(request).scope(_tenant(request), scope))
+    return _about_scope(scope, lambda: _service(request).scope(asker(), scope))
 
 
 @router.delete("/scopes/{scope:path}", response_model=ScopeInfo, responses={404: _ERRORS[404]})
 async def cancel(request: Request, scope: ScopePath) -> Any:
     """Terminal cancellation: every request of the scope loses authority, and the id is dead until a higher epoch."""
-    service, tenant = _service(request), _tenant(request)
+    service, tenant = _service(request), asker()
     return _about_scope(scope, lambda: service.describe(service.cancel(tenant, scope)))
 
 
@@ -171,7 +167,7 @@ async def continue_(request: Request, scope: ScopePath) -> Any:
 
 
 def _set_paused(request: Request, scope: str, *, paused: bool) -> Any:
-    service, tenant = _service(request), _tenant(request)
+    service, tenant = _service(request), asker()
     return _about_scope(scope, lambda: service.describe(service.set_paused(tenant, scope, paused)))
 
 
@@ -180,7 +176,7 @@ async def status(request: Request) -> Any:
     """The seal of every process, the stated backlog, and what the engine holds for the tenant's scopes."""
     service = _service(request)
     try:
-        engine = await service.engine_status(_tenant(request))
+        engine = await service.engine_status(asker())
     except EngineError as error:
         return error_response(error)
     return {
