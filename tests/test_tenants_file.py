@@ -283,3 +283,11 @@ def test_two_salts_are_equal_only_for_one_tenant_and_one_salt_of_its_own(
 
 def test_whoever_is_nobody_shares_with_nobody() -> None:
     assert cache_salt(None, 7, "s") != cache_salt(None, 7, "s")
+
+
+def test_the_documented_file_is_understood(path: Path) -> None:
+    documented = (Path(__file__).parents[1] / "docs" / "TENANTS.md").read_text(encoding="utf-8")
+    registry = read(path, documented.partition("```toml\n")[2].partition("```")[0])
+    assert registry.authenticate("Bearer sk-acme-ci") == ACME
+    assert registry.tenant(ACME).pin_quota(10_000) == 2000
+    assert registry.tenant(BETA).pin_quota(10_000) == 0

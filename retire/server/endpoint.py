@@ -82,7 +82,7 @@ class RetireEndpoint:
             self._tenants,
             call_engine=core.call_utility_async,
             engine_dead=lambda: bool(engine_client.errored),
-            fingerprint=getattr(state.openai_serving_chat, "system_fingerprint", None),
+            fingerprint=getattr(getattr(state, "openai_serving_chat", None), "system_fingerprint", None),
             serves_model=lambda name: models.is_base_model(name) or name in models.lora_requests,
         )
         state.retire = self._service
