@@ -20,6 +20,7 @@ import httpx
 from retire import __version__, models
 from retire.core.errors import RetireError
 from retire.settings import DRAM_ENV, PLUGIN_NAME, size_bytes
+from retire.tenants import TENANTS_ENV
 
 SERVER_MODULE: Final = "vllm.entrypoints.launchers.api_server.entry"
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
@@ -31,7 +32,7 @@ _SETTINGS: Final = {
     "retire_state_dir": "RETIRE_STATE_DIR",
     "retire_scopes": "RETIRE_SCOPES",
     "retire_arm_rows": "RETIRE_ARM_ROWS",
-    "retire_tenants": "RETIRE_TENANTS",
+    "retire_tenants": TENANTS_ENV,
     "retire_dram_bytes": DRAM_ENV,
 }
 _COMPILATION_FLAGS: Final = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "--optimization-level")
@@ -232,12 +233,18 @@ def _supersede(args: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def _status(args: argparse.Namespace, _rest: list[str]) -> int:
+    scopes: list[Any] = []
     with _client(args) as client:
-        answers = {"status": client.get("/retire/status"), "scopes": client.get("/scopes")}
-    for answer in answers.values():
-        if not answer.is_success:
-            return _report(answer)
-    _print_json({name: answer.json() for name, answer in answers.items()})
+        status = client.get("/retire/status")
+        page, after = status, ""
+        while page.is_success and after is not None:
+            page = client.get("/scopes", params={"limit": 1000, "after": after})
+            if page.is_success:
+                scopes += page.json()["scopes"]
+                after = page.json()["next"]
+    if not page.is_success:
+        return _report(page)
+    _print_json({"status": status.json(), "scopes": {"scopes": scopes}})
     return Exit.OK
 
 

@@ -21,7 +21,7 @@ TABLE_ENV = "RETIRE_TABLE"  # set by the process that owns the state directory, 
 
 @dataclass(frozen=True)
 class Settings:
-    """`scopes`: slots per tenant.  `rows`: requests that can hold a ticket at once.
+    """`scopes`: slots per tenant.  `rows`: requests per tenant that can hold a ticket at once.
 
     `arm_rows`: a step with at least this many rows checks authority at its safe points; shorter steps end soon by
     themselves.  `pin_ttl_ms`, `max_pin_ttl_ms`: pins live so long by default, and at most.

@@ -1,8 +1,10 @@
-"""Tenants: who may ask, what each may hold, and who never shares a cache with whom.
+"""Who is isolated from whom, by which keys they are known, and what each may hold.
 
-Owns: the tenants file, the keys behind `--api-key`, and the answer to "which tenant is this?".
-Must not know: HTTP beyond the Authorization header's text, the engine.
-Strategy: read once per process, refuse at start-up with one line; keys are kept as digests, compared in constant time.
+Owns: the tenants file (`RETIRE_TENANTS`), authentication, and the tenant that the current request belongs to.
+Must not know: routes, vLLM, how a quota is enforced.
+Strategy: read once per process, before anything is loaded.  A file that is not understood in every word stops start-up
+with one line: a limit that is ignored because it is misspelt is worse than no server.  A tenant comes from a key and
+from nothing else.
 """
 
 from __future__ import annotations
@@ -11,40 +13,41 @@ import hashlib
 import hmac
 import math
 import os
+import secrets
 import tomllib
-import uuid
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from retire.core.errors import SeamError, Unauthorized
 from retire.core.types import TenantId
 
-FILE_ENV: Final = "RETIRE_TENANTS"
+TENANTS_ENV: Final = "RETIRE_TENANTS"
 DEFAULT: Final = TenantId("default")
 DEFAULT_PIN_SHARE: Final = 0.5
-_FIELDS: Final = (
-    "keys",
-    "key_sha256",
-    "scopes",
-    "transitions",
-    "pin_blocks",
-    "pin_share",
-    "beyond_quota",
-    "dram_bytes",
-)
+NAME_MAX_CHARS: Final = 64
+SCOPES_MAX: Final = 2**20
+TENANTS_MAX: Final = 256
+# What a server with a tenants file shows to everybody: liveness, and what describes the server rather than its use.
+OPEN: Final = frozenset({"/health", "/ping", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"})
+
+asking: ContextVar[TenantId | None] = ContextVar("retire_tenant", default=None)
+"""Whose request this task works for.  Set by the gate, for every request anew; None: nobody was asked for a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`scopes`, `transitions`: how many it may have open; None: the server's own limit.
+    """One tenant.  None: the server's own default.
 
-    `pin_blocks`, `pin_share`: how much of the KV pool its pins may guarantee, in blocks and as a share; the smaller of
-    those given.  `beyond_quota`: whether more is kept for as long as nobody needs it.  `dram_bytes`: of host memory.
+    `key_digests`: SHA-256 of its keys.  `scopes`: in use at once, that is with a live request or paused.
+    `transitions`: scopes at once whose latest transition is open.  `pin_blocks`, `pin_share`: see `pin_quota`.
+    `beyond_quota`: what becomes of pins beyond it.  `dram_bytes`: host memory for its certified blocks.
     """
 
     id: TenantId
+    key_digests: frozenset[bytes] = field(default=frozenset(), repr=False)
     scopes: int | None = None
     transitions: int | None = None
     pin_blocks: int | None = None
@@ -53,64 +56,81 @@ class Tenant:
     dram_bytes: int | None = None
 
     def pin_quota(self, pool_blocks: int) -> int:
-        """Blocks of a pool of so many that this tenant's pins may guarantee."""
-        share = self.pin_share
-        if share is None:
-            share = DEFAULT_PIN_SHARE if self.pin_blocks is None else 1.0
-        of_share = math.floor(share * pool_blocks)
-        return of_share if self.pin_blocks is None else min(self.pin_blocks, of_share)
+        """How many blocks of a pool of `pool_blocks` it may pin for certain: the smaller of what its file grants.
+
+        0: it never inherits.
+        """
+        granted = [] if self.pin_blocks is None else [self.pin_blocks]
+        if self.pin_share is not None or not granted:
+            share = DEFAULT_PIN_SHARE if self.pin_share is None else self.pin_share
+            granted.append(math.floor(share * pool_blocks))
+        return min(granted)
 
 
 class Registry:
-    """`keys`: digest of each key and whose it is; without any, everybody is the default tenant.
+    """All tenants of a server.
 
-    `isolated`: tenants share no prefix cache.
+    `isolated`: nothing that one tenant's request has computed serves another's, not through vLLM's prefix cache either.
+    `path`: the file they come from; None for a server with one tenant, behind vLLM's own keys.
     """
 
-    def __init__(
-        self, tenants: Mapping[TenantId, Tenant], keys: Iterable[tuple[bytes, TenantId]], *, isolated: bool
-    ) -> None:
-        self._tenants = dict(tenants)
-        self._keys = tuple(keys)
+    def __init__(self, tenants: Iterable[Tenant], *, isolated: bool = False, path: Path | None = None) -> None:
+        self._tenants = {tenant.id: tenant for tenant in tenants}
         self.isolated = isolated
+        self.path = path
 
     @classmethod
-    def from_env(cls, api_keys: Iterable[str] = ()) -> Registry:
-        """The file that the environment names, else the keys of vLLM's own flag.
+    def single(cls, api_keys: Iterable[str] = ()) -> Registry:
+        """The default tenant behind these keys; without a key, everybody is it."""
+        return cls([Tenant(DEFAULT, frozenset(_digest(key) for key in api_keys if key))])
+
+    @classmethod
+    def load(cls, path: Path) -> Registry:
+        """Read a tenants file.  Raises SeamError, one line that names the file and what is wrong where."""
+        try:
+            with path.open("rb") as file:
+                return _registry(path, tomllib.load(file))
+        except _Malformed as error:
+            raise SeamError(f"tenants file {str(path)!r}: {error}") from error
+        except OSError as error:
+            raise SeamError(f"tenants file {str(path)!r}: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:  # TOML or UTF-8
+            raise SeamError(f"tenants file {str(path)!r}: not TOML: {error}") from error
+
+    @classmethod
+    def from_env(cls) -> Registry:
+        """What `RETIRE_TENANTS` names, else the default tenant alone.  Raises as `load`."""
+        path = os.environ.get(TENANTS_ENV)
+        return cls.load(Path(path)) if path else cls.single()
+
+    def accepting(self, api_keys: Iterable[str]) -> Registry:
+        """With vLLM's own keys (`--api-key`, `VLLM_API_KEY`).
 
         Raises:
-            SeamError: the file is malformed, or both are given.
+            SeamError: there is a tenants file; vLLM would then refuse every key but its own.
         """
-        path, given = os.environ.get(FILE_ENV), [key for key in api_keys if key]
-        if not path:
-            return cls.of_keys(given)
-        if given:
-            raise SeamError(f"--api-key and the tenants file {path} exclude each other: put the key into the file")
-        return load(Path(path))
-
-    @classmethod
-    def of_keys(cls, keys: Iterable[str]) -> Registry:
-        """One tenant behind all these keys; without any, behind every request."""
-        return cls({}, [(_digest(key), DEFAULT) for key in keys], isolated=False)
+        keys = [key for key in api_keys if key]
+        if self.path is None:
+            return Registry.single(keys)
+        if keys:
+            raise SeamError(
+                f"--api-key (or VLLM_API_KEY) beside the tenants file {str(self.path)!r}: "
+                "give that key to a tenant of the file instead"
+            )
+        return self
 
     @property
-    def names(self) -> tuple[TenantId, ...]:
-        """Every tenant that can ask."""
-        return tuple(self._tenants) or (DEFAULT,)
-
-    @property
-    def guards_everything(self) -> bool:
-        """Whether every route asks for a key, not only those that vLLM guards."""
-        return bool(self._tenants)
+    def ids(self) -> tuple[TenantId, ...]:
+        """Every tenant, in the file's order."""
+        return tuple(self._tenants)
 
     def tenant(self, tenant: TenantId) -> Tenant:
-        """What the tenant may hold; the defaults for one that no file names."""
+        """What the tenant may do; one that nobody configured has the defaults."""
         return self._tenants.get(tenant) or Tenant(tenant)
 
-    def cache_salt(self, tenant: TenantId | None, secret: int, given: str | None) -> str:
-        """What keeps the blocks of this tenant's requests apart; a request of nobody shares with nobody."""
-        whose = uuid.uuid4().hex if tenant is None else f"{secret}\0{tenant}"
-        return hashlib.sha256(f"{whose}\0{given or ''}".encode()).hexdigest()
+    def guards(self, path: str) -> bool:
+        """Whether the gate asks for a key on this route of vLLM.  Without a tenants file that is vLLM's own affair."""
+        return self.path is not None and path not in OPEN
 
     def authenticate(self, authorization: str | None) -> TenantId:
         """The tenant behind an Authorization header.
@@ -118,109 +138,156 @@ class Registry:
         Raises:
             Unauthorized: keys are configured and this is none of them.
         """
-        if not self._keys:
+        digests = [(digest, tenant.id) for tenant in self._tenants.values() for digest in tenant.key_digests]
+        if not digests:
             return DEFAULT
         scheme, _, key = (authorization or "").partition(" ")
         given, found = _digest(key), None
-        for digest, tenant in self._keys:  # every one of them, so that time tells nothing
-            if hmac.compare_digest(digest, given):
+        for digest, tenant in digests:  # every one of them, so that time tells nothing
+            if secrets.compare_digest(given, digest):
                 found = tenant
         if scheme.lower() != "bearer" or found is None:
             raise Unauthorized("Unauthorized")
         return found
 
 
-def load(path: Path) -> Registry:
-    """Read a tenants file.
+def asker() -> TenantId:
+    """The tenant that the current request belongs to.  Raises Unauthorized where none was asked for a key."""
+    tenant = asking.get()
+    if tenant is None:
+        raise Unauthorized("Unauthorized")
+    return tenant
 
-    Raises:
-        SeamError: naming the file, the tenant and the field.
+
+def cache_salt(tenant: TenantId | None, secret: int, own: str | None) -> str:
+    """What stands for the tenant in the hashes of vLLM's prefix cache, its client's `own` salt included.
+
+    `secret`: the authority table's, so that no client can name another tenant's.  Without a tenant: a salt that nobody
+    else has, and with it a request that shares with nobody.
     """
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SeamError(f"tenants file {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SeamError(f"tenants file {path}: {error}") from error
-    try:
-        return _registry(document)
-    except ValueError as error:
-        raise SeamError(f"tenants file {path}: {error}") from error
-
-
-def _registry(document: dict[str, Any]) -> Registry:
-    unknown = sorted(set(document) - {"tenant", "isolate_prefix_cache"})
-    _require(not unknown, f"unknown field {', '.join(unknown)}")
-    sections = document.get("tenant")
-    _require(isinstance(sections, dict) and bool(sections), "no [tenant.NAME] in it")
-    assert isinstance(sections, dict)
-    tenants: dict[TenantId, Tenant] = {}
-    keys: dict[bytes, TenantId] = {}
-    for name, section in sections.items():
-        _require(bool(name) and isinstance(section, dict), f"[tenant.{name}] is no table")
-        tenant = TenantId(name)
-        for digest in _key_digests(name, section):
-            _require(digest not in keys, f"tenant {name}: one of its keys is given twice")
-            keys[digest] = tenant
-        tenants[tenant] = _tenant(tenant, section)
-    shares = sum(tenant.pin_share or 0.0 for tenant in tenants.values())
-    _require(shares <= 1.0 + 1e-9, f"pin_share: the tenants' shares add up to {shares:g}, above 1")
-    isolated = document.get("isolate_prefix_cache", len(tenants) > 1)
-    _require(isinstance(isolated, bool), "isolate_prefix_cache is true or false")
-    return Registry(tenants, keys.items(), isolated=isolated)
-
-
-def _tenant(tenant: TenantId, section: dict[str, Any]) -> Tenant:
-    unknown = sorted(set(section) - set(_FIELDS))
-    _require(not unknown, f"tenant {tenant}: unknown field {', '.join(unknown)}")
-    share = section.get("pin_share")
-    _require(
-        share is None or (_is_number(share) and 0 <= share <= 1), f"tenant {tenant}: pin_share is a number in [0, 1]"
-    )
-    beyond = section.get("beyond_quota", "best_effort")
-    _require(beyond in ("best_effort", "cold"), f'tenant {tenant}: beyond_quota is "best_effort" or "cold"')
-    return Tenant(
-        tenant,
-        scopes=_count(tenant, section, "scopes", at_least=1),
-        transitions=_count(tenant, section, "transitions", at_least=1),
-        pin_blocks=_count(tenant, section, "pin_blocks"),
-        pin_share=None if share is None else float(share),
-        beyond_quota=beyond,
-        dram_bytes=_count(tenant, section, "dram_bytes"),
-    )
-
-
-def _key_digests(name: str, section: dict[str, Any]) -> list[bytes]:
-    plain, hashed = section.get("keys", []), section.get("key_sha256", [])
-    for field, values in (("keys", plain), ("key_sha256", hashed)):
-        are_texts = isinstance(values, list) and all(isinstance(value, str) and value.strip() for value in values)
-        _require(are_texts, f"tenant {name}: {field} is a list of texts that are not empty")
-    try:
-        digests = [bytes.fromhex(value) for value in hashed]
-    except ValueError:
-        digests = [b""]
-    _require(
-        all(len(digest) == hashlib.sha256().digest_size for digest in digests), f"tenant {name}: key_sha256 is hex"
-    )
-    _require(bool(plain or hashed), f"tenant {name}: it has no key")
-    return [*(_digest(key) for key in plain), *digests]
-
-
-def _count(tenant: TenantId, section: dict[str, Any], field: str, at_least: int = 0) -> int | None:
-    value = section.get(field)
-    is_count = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= at_least)
-    _require(is_count, f"tenant {tenant}: {field} is a whole number from {at_least}")
-    return value
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise ValueError(otherwise)
+    if tenant is None:
+        return secrets.token_hex(32)
+    return hmac.digest(secret.to_bytes(8, "big"), f"{tenant}\0{own or ''}".encode(), "sha256").hex()
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+class _Malformed(Exception):
+    """Where in the file, and what is wrong there.  Never holds a key."""
+
+
+def _registry(path: Path, content: dict[str, Any]) -> Registry:
+    isolate, tables = content.pop("isolate_prefix_cache", None), content.pop("tenants", None)
+    _require_empty(content)
+    if not isinstance(isolate, bool | None):
+        raise _Malformed("isolate_prefix_cache: is true or false")
+    if not isinstance(tables, dict) or not 1 <= len(tables) <= TENANTS_MAX:
+        raise _Malformed(f"tenants: 1 to {TENANTS_MAX} tables [tenants.NAME]")
+    tenants = [_named_tenant(name, table) for name, table in tables.items()]
+    _require_own_keys(tenants)
+    if math.fsum(tenant.pin_share or 0 for tenant in tenants) > 1:
+        raise _Malformed("pin_share: the shares of all tenants are more than the whole pool")
+    return Registry(tenants, isolated=len(tenants) > 1 if isolate is None else isolate, path=path)
+
+
+def _require_empty(table: dict[str, Any]) -> None:
+    for name in table:
+        raise _Malformed(f"{name!r}: no such field")
+
+
+def _named_tenant(name: str, table: object) -> Tenant:
+    if not isinstance(table, dict):  # whatever stands there instead may be a key
+        raise _Malformed("tenants: each of them is a table [tenants.NAME]")
+    if not 1 <= len(name) <= NAME_MAX_CHARS or not name.isprintable():
+        raise _Malformed(f"tenant {name!r}: a name has 1 to {NAME_MAX_CHARS} printable characters")
+    try:
+        return _tenant(TenantId(name), table)
+    except _Malformed as error:
+        raise _Malformed(f"tenant {name!r}: {error}") from error
+
+
+def _tenant(name: TenantId, table: dict[str, Any]) -> Tenant:
+    digests = [*_keys(table), *_key_digests(table)]
+    if not digests:
+        raise _Malformed("keys: without keys or key_sha256 nobody can be this tenant")
+    if len(set(digests)) < len(digests):
+        raise _Malformed("keys: the same key twice")
+    tenant = Tenant(
+        name,
+        frozenset(digests),
+        scopes=_count(table, "scopes", low=1, high=SCOPES_MAX),
+        transitions=_count(table, "transitions"),
+        pin_blocks=_count(table, "pin_blocks"),
+        pin_share=_share(table, "pin_share"),
+        beyond_quota=_beyond_quota(table),
+        dram_bytes=_count(table, "dram_bytes"),
+    )
+    _require_empty(table)
+    return tenant
+
+
+def _strings(table: dict[str, Any], name: str) -> Iterator[str]:
+    values = table.pop(name, [])
+    if not isinstance(values, list) or any(not isinstance(value, str) for value in values):
+        raise _Malformed(f"{name}: is a list of strings")
+    yield from values
+
+
+def _keys(table: dict[str, Any]) -> Iterator[bytes]:
+    for key in _strings(table, "keys"):
+        if not key or not key.isprintable() or " " in key:
+            raise _Malformed("keys: a key is not empty, and has neither spaces nor control characters")
+        yield _digest(key)
+
+
+def _key_digests(table: dict[str, Any]) -> Iterator[bytes]:
+    for text in _strings(table, "key_sha256"):
+        try:
+            digest = bytes.fromhex(text)
+        except ValueError:
+            digest = b""
+        if len(text) != 64 or len(digest) != 32:
+            raise _Malformed("key_sha256: is 64 hex digits")
+        if digest == _digest(""):
+            raise _Malformed("key_sha256: is that of an empty key")
+        yield digest
+
+
+def _count(table: dict[str, Any], name: str, *, low: int = 0, high: int = 2**63 - 1) -> int | None:
+    value = table.pop(name, None)
+    if value is not None and (type(value) is not int or not low <= value <= high):  # True is an int
+        raise _Malformed(f"{name}: is an integer from {low}" + (f" to {high}" if high < 2**63 - 1 else ""))
+    return value
+
+
+def _share(table: dict[str, Any], name: str) -> float | None:
+    value = table.pop(name, None)
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 <= value <= 1:  # NaN is not
+        raise _Malformed(f"{name}: is a number from 0 to 1")
+    return float(value)
+
+
+def _beyond_quota(table: dict[str, Any]) -> Literal["best_effort", "cold"]:
+    match table.pop("beyond_quota", "best_effort"):
+        case "best_effort":
+            return "best_effort"
+        case "cold":
+            return "cold"
+        case _:
+            raise _Malformed('beyond_quota: is "best_effort" or "cold"')
+
+
+def _require_own_keys(tenants: list[Tenant]) -> None:
+    owners: dict[bytes, TenantId] = {}
+    for tenant in tenants:
+        for digest in tenant.key_digests:
+            owner = owners.setdefault(digest, tenant.id)
+            if owner != tenant.id:
+                raise _Malformed(f"tenant {tenant.id!r}: keys: one of them is also a key of tenant {owner!r}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -59,11 +60,16 @@ def plain_server() -> Iterator[Server]:
     yield from served("tiny-llama", patched=False)
 
 
-def leftovers(server: Server) -> dict[str, int]:
-    """What the engine holds for scopes."""
-    status = httpx.get(f"{server.url}/retire/status", timeout=60).json()
+def leftovers(server: Server, key: str | None = None) -> dict[str, int]:
+    """What the engine holds for the scopes of whoever has the key."""
+    status = httpx.get(f"{server.url}/retire/status", headers=bearer(key), timeout=60).json()
     held: dict[str, int] = status["engine"]
     return held
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """The header that shows a key."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 @pytest.fixture
@@ -78,25 +84,37 @@ def gemma(gemma_server: Server) -> Iterator[Server]:
     yield from leak_checked(gemma_server)
 
 
-def end_scopes(server: Server) -> None:
+def all_scopes(server: Server, key: str | None = None) -> Iterator[dict[str, Any]]:
+    """Every scope of whoever has the key."""
+    after: str | None = ""
+    while after is not None:
+        query = {"after": after, "limit": 1000}
+        page = httpx.get(f"{server.url}/scopes", params=query, headers=bearer(key), timeout=60).json()
+        yield from page["scopes"]
+        after = page["next"]
+
+
+def end_scopes(server: Server, key: str | None = None) -> None:
     """Cancel every scope that was ever superseded and still lives."""
-    for found in httpx.get(f"{server.url}/scopes", timeout=60).json()["scopes"]:
+    for found in all_scopes(server, key):
         if found["transition"] is not None and not found["cancelled"]:
-            httpx.delete(f"{server.url}/scopes/{quote(found['scope'], safe='')}", timeout=60)
+            path = f"/scopes/{quote(found['scope'], safe='')}"
+            httpx.delete(server.url + path, headers=bearer(key), timeout=60)
 
 
-def leak_checked(server: Server) -> Iterator[Server]:
-    """Hand the server to a test; then wait for the engine to come to rest and look at what it holds."""
+def leak_checked(server: Server, keys: tuple[str | None, ...] = (None,)) -> Iterator[Server]:
+    """Hand the server to a test; then wait for the engine to come to rest and look at what it holds, for every key."""
     yield server
     deadline = time.monotonic() + 60
-    while True:
-        held = leftovers(server)
-        if not any(held.values()) or time.monotonic() > deadline:
-            break
-        if held["open_transitions"]:  # one that waits for a successor would go on until its pins expire
-            end_scopes(server)
-        time.sleep(0.1)
-    assert held == dict.fromkeys(held, 0), f"the test left something behind: {held}"
+    for key in keys:
+        while True:
+            held = leftovers(server, key)
+            if not any(held.values()) or time.monotonic() > deadline:
+                break
+            if held["open_transitions"]:  # one that waits for a successor would go on until its pins expire
+                end_scopes(server, key)
+            time.sleep(0.1)
+        assert held == dict.fromkeys(held, 0), f"the test left something behind: {held}"
 
 
 @pytest.fixture

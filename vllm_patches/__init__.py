@@ -25,7 +25,7 @@ MODULES = (
     "engine_weights",
     "engine_adapter_load",
     "engine_adapter_removal",
-    "request_tenant",
+    "request_origin",
     "output_queue_ticket",
     "output_queue_gate",
     "worker_step",

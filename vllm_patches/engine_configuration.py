@@ -23,11 +23,12 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
     from retire.tenants import Registry
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = Settings.from_env()
+        settings, tenants = Settings.from_env(), Registry.from_env()
         configuration.add_tier(self, settings.dram_bytes)
         config = original(self, *args, **kwargs)
         configuration.check(config, api_processes=self._api_process_count)
-        home.own(settings, Registry.from_env().names)
+        configuration.check_tenants(config, tenants)
+        home.own(settings, tenants)
         return config
 
     return create_engine_config

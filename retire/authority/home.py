@@ -8,36 +8,36 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
-from contextvars import ContextVar
 from pathlib import Path
 
 from retire.authority.store import Authority
 from retire.authority.table import AuthorityTable
 from retire.core.errors import SeamError
-from retire.core.types import TenantId
 from retire.settings import TABLE_ENV, Settings
-
-asking: ContextVar[TenantId | None] = ContextVar("retire_asking", default=None)
-"""Whose request this task works for, as authenticated by the gate."""
+from retire.tenants import Registry
 
 _authority: Authority | None = None
+_tenants: Registry | None = None
 
 
-def own(settings: Settings, tenants: Sequence[str]) -> Authority:
+def own(settings: Settings, registry: Registry) -> Authority:
     """Open the state directory for this process (once) and announce its table to child processes.
 
     Raises:
         SeamError: another server holds the directory, or it cannot be written.
     """
-    global _authority  # noqa: PLW0603 - one home per process
+    global _authority, _tenants  # noqa: PLW0603 - one home per process
     if _authority is None:
         try:
             _authority = Authority.open(
-                settings.state_dir, tenants=tenants, scopes_per_tenant=settings.scopes, rows=settings.rows
+                settings.state_dir,
+                tenants=registry.ids,
+                scopes_per_tenant=[registry.tenant(tenant).scopes or settings.scopes for tenant in registry.ids],
+                rows_per_tenant=settings.rows,
             )
         except OSError as error:
             raise SeamError(f"state directory {settings.state_dir}: {error.strerror or error}") from error
+        _tenants = registry
         os.environ[TABLE_ENV] = str(_authority.table_path)
         table.cache_clear()
     return _authority
@@ -48,12 +48,19 @@ def owned() -> Authority | None:
     return _authority
 
 
+def tenants() -> Registry:
+    """Those that `own` opened the state directory for.  Raises SeamError before that."""
+    if _tenants is None:
+        raise SeamError("this process does not own the state directory")
+    return _tenants
+
+
 def disown() -> None:
     """Close what `own` opened."""
-    global _authority  # noqa: PLW0603 - one home per process
+    global _authority, _tenants  # noqa: PLW0603 - one home per process
     if _authority is not None:
         _authority.close()
-        _authority = None
+        _authority = _tenants = None
         os.environ.pop(TABLE_ENV, None)
         table.cache_clear()
 

@@ -69,7 +69,6 @@ class Record:
     def __init__(self, path: Path) -> None:
         """Open or create.  Raises SeamError if the file is damaged or of another schema."""
         self._wal = path.with_name(path.name + "-wal")
-        self._uri = f"{path.resolve().as_uri()}?mode=ro"
         self._lock = threading.RLock()
         self._syncing = threading.Lock()
         self._unsynced = False
@@ -82,6 +81,8 @@ class Record:
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version == 0:
                 self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            if version in (0, SCHEMA_VERSION):
+                self._db.execute("CREATE INDEX IF NOT EXISTS scopes_by_name ON scopes(tenant, scope)")
         except sqlite3.DatabaseError as error:
             self._db.close()
             raise SeamError(f"{path} is damaged: {error}") from error
@@ -107,11 +108,14 @@ class Record:
             ).fetchone()
         return None if row is None else Recorded(row[0], _int(row[1]), bool(row[2]))
 
-    def scopes(self, tenant: str) -> dict[int, Recorded]:
-        """Every row of the tenant, by key, read beside the writers: there may be very many."""
-        with contextlib.closing(sqlite3.connect(self._uri, uri=True)) as db:
-            rows = db.execute("SELECT key, scope, epoch, cancelled FROM scopes WHERE tenant = ?", (tenant,))
-            return {_int(key): Recorded(scope, _int(epoch), bool(gone)) for key, scope, epoch, gone in rows}
+    def page(self, tenant: str, *, after: str, limit: int) -> list[Recorded]:
+        """The tenant's next rows in the order of their scopes' names, which is that of the code points."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT scope, epoch, cancelled FROM scopes WHERE tenant = ? AND scope > ? ORDER BY scope LIMIT ?",
+                (tenant, after, limit),
+            ).fetchall()
+        return [Recorded(scope, _int(epoch), bool(cancelled)) for scope, epoch, cancelled in rows]
 
     def put(self, tenant: str, key: int, scope: str, epoch: int, cancelled: bool) -> None:
         """A row for a new scope, or a new state of one whose row may have been pruned."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 
 from xxhash import xxh3_64_intdigest, xxh3_128_intdigest
 
-from retire.authority.record import Change, Idempotent, Record
+from retire.authority.record import Change, Idempotent, Record, Recorded
 from retire.authority.table import CANCELLED, PAUSED, AuthorityTable
 from retire.core.errors import EpochConflict, EpochRevoked, InvalidRequest, InvariantViolation, NotFound, SeamError
 from retire.core.types import EPOCH_MAX, SCOPE_MAX_CHARS, Epoch, ScopeId, TenantId, Ticket
@@ -97,7 +97,7 @@ class Authority:
         record: Record,
         *,
         tenants: tuple[str, ...],
-        scopes_per_tenant: int,
+        scopes: tuple[int, ...],
         rows: int,
         boot: int,
         sync_interval_s: float,
@@ -112,7 +112,7 @@ class Authority:
         self._tenants = {name: index for index, name in enumerate(tenants)}
         self._tombstone_retention_s = tombstone_retention_s
         self._idempotency_retention_s = idempotency_retention_s
-        self._table = self._recover(tenants, scopes_per_tenant, rows, boot)
+        self._table = self._recover(tenants, scopes, rows, boot)
         self._first_epoch = self._table.floor + 1
         self._synced_raws = self._table.raws()
         self._syncing = threading.Lock()
@@ -129,14 +129,18 @@ class Authority:
         state_dir: Path,
         *,
         tenants: Sequence[str] = ("default",),
-        scopes_per_tenant: int = 4096,
-        rows: int = 8192,
+        scopes_per_tenant: int | Sequence[int] = 4096,
+        rows_per_tenant: int = 8192,
         sync_interval_s: float = 0.5,
         tombstone_retention_s: float = 7 * 86400,
         idempotency_retention_s: float = 86400,
         boot_id: str | None = None,
     ) -> Authority:
-        """Own `state_dir` and recover what it holds.  Raises SeamError if another server owns it, or it is damaged."""
+        """Own `state_dir` and recover what it holds.
+
+        `scopes_per_tenant`: one number for all, or one for each of `tenants`.
+        Raises SeamError if another server owns the directory, or it is damaged.
+        """
         if not tenants or len(set(tenants)) != len(tenants) or any(not name or "\0" in name for name in tenants):
             raise InvariantViolation(f"tenants need distinct, non-empty names: {tenants!r}")
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -154,8 +158,10 @@ class Authority:
                 directory_lock,
                 record,
                 tenants=tuple(tenants),
-                scopes_per_tenant=scopes_per_tenant,
-                rows=rows,
+                scopes=(scopes_per_tenant,) * len(tenants)
+                if isinstance(scopes_per_tenant, int)
+                else tuple(scopes_per_tenant),
+                rows=rows_per_tenant * len(tenants),
                 boot=xxh3_64_intdigest((_this_boot() if boot_id is None else boot_id).encode()),
                 sync_interval_s=sync_interval_s,
                 tombstone_retention_s=tombstone_retention_s,
@@ -261,6 +267,11 @@ class Authority:
         with self._table.locked():
             return self._known(tenant, scope)
 
+    def page(self, tenant: str, *, after: str = "", limit: int = 1000) -> list[ScopeStatus]:
+        """The tenant's next scopes by name, those included that have left the table."""
+        self._index(tenant)
+        return [self._status(tenant, recorded) for recorded in self._record.page(tenant, after=after, limit=limit)]
+
     # -- tickets
 
     def issue(self, view: ScopeView) -> Ticket:
@@ -341,18 +352,14 @@ class Authority:
             tombstone_retention_s=self._tombstone_retention_s, idempotency_retention_s=self._idempotency_retention_s
         )
 
-    def _recover(self, tenants: tuple[str, ...], scopes_per_tenant: int, rows: int, boot: int) -> AuthorityTable:
+    def _recover(self, tenants: tuple[str, ...], scopes: tuple[int, ...], rows: int, boot: int) -> AuthorityTable:
         """The table to go on with: the mapped one if it outlived its server, else an empty one over the record."""
-        names = _names_hash(tenants)
+        names, wanted = _names_hash(tenants), (len(tenants), max(scopes), scopes, rows)
         table = self._surviving_table(boot)
         if table is not None:
             self._absorb(table)
-            if (table.names, table.tenants, table.scopes_per_tenant, table.rows) != (
-                names,
-                len(tenants),
-                scopes_per_tenant,
-                rows,
-            ):
+            geometry = (table.tenants, table.scopes_per_tenant, table.used_scopes, table.rows)
+            if (table.names, geometry) != (names, wanted):
                 table.close()
                 table = None
         elif self._record.meta("clean", "1") != "1":
@@ -366,7 +373,8 @@ class Authority:
             return AuthorityTable.create(
                 self.table_path,
                 tenants=len(tenants),
-                scopes_per_tenant=scopes_per_tenant,
+                scopes_per_tenant=max(scopes),
+                used_scopes=scopes,
                 rows=rows,
                 boot=boot,
                 floor=int(self._record.meta("floor", "0")),
@@ -413,6 +421,22 @@ class Authority:
                 return None
             slot = self._insert(index, key, recorded.epoch, recorded.cancelled)
         return self._view(tenant, scope, slot)
+
+    def _status(self, tenant: str, recorded: Recorded) -> ScopeStatus:
+        """The scope where it is: looking through many must not push others out of the table."""
+        key = _scope_key(tenant, recorded.scope)
+        with self._table.locked():
+            slot = self._table.find(self._index(tenant), key)
+            words = None if slot is None else self._table.read(slot)
+            found = self._record.lookup(tenant, key) or recorded  # evicted since the page was read, or pruned
+        flags = CANCELLED * found.cancelled if words is None else words.flags
+        return ScopeStatus(
+            tenant=TenantId(tenant),
+            scope=ScopeId(recorded.scope),
+            epoch=Epoch(found.epoch if words is None else words.epoch),
+            cancelled=flags & CANCELLED != 0,
+            paused=flags & PAUSED != 0,
+        )
 
     def _found(self, tenant: str, scope: str) -> ScopeView:
         validate_scope(scope)
@@ -485,30 +509,6 @@ class Authority:
         if index is None:
             raise InvariantViolation(f"tenant {tenant!r} is not configured")
         return index
-
-    # last, because its name hides the built-in from the annotations below it
-
-    def list(self, tenant: str) -> Sequence[ScopeStatus]:
-        """The tenant's scopes by name, those included that have left the table."""
-        index = self._index(tenant)
-        # no lock: read after the table, the record has whatever was evicted meanwhile
-        held = {words.key: words for words in self._table.scopes(index)}
-        statuses = []
-        for key, recorded in self._record.scopes(tenant).items():
-            words = held.get(key)
-            epoch, flags = recorded.epoch, CANCELLED if recorded.cancelled else 0
-            if words is not None and (words.epoch, words.flags & CANCELLED) >= (epoch, flags):
-                epoch, flags = words.epoch, words.flags
-            statuses.append(
-                ScopeStatus(
-                    tenant=TenantId(tenant),
-                    scope=ScopeId(recorded.scope),
-                    epoch=Epoch(epoch),
-                    cancelled=flags & CANCELLED != 0,
-                    paused=flags & PAUSED != 0,
-                )
-            )
-        return sorted(statuses, key=lambda status: status.scope)
 
 
 def _scope_key(tenant: str, scope: str) -> int:

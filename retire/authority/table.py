@@ -7,7 +7,9 @@ hold.  `memoryview.cast("Q")` items are such loads and stores; `struct` calls ar
 other processes).  Writers exclude each other, between threads and between processes, and order their stores so
 that a writer that dies between any two of them leaves no epoch lower and no old ticket valid.
 
-Layout, in cache lines of eight u64 words: a header page; tenants x scopes-per-tenant scope slots; row slots.
+Layout, in cache lines of eight u64 words: a header page; tenants x scopes-per-tenant scope slots; row slots, which the
+tenants share out equally.  A tenant's scopes and tickets take nothing from another's.  From word 16 on the header says
+how many slots of its region each tenant uses (0: all of them).
 
 ==========  ==========================================================================================
 scope word  meaning
@@ -32,7 +34,7 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from retire.core.errors import EpochConflict, EpochRevoked, InvariantViolation, OverLimit, SeamError
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 MAGIC: Final = int.from_bytes(b"RETIREAT", "little")
 LAYOUT_VERSION: Final = 1
 WINDOW_SLOTS: Final = 64
+TENANTS_MAX: Final = 256
 UNLIMITED: Final = None
 """A row limit that was never lowered."""
 
@@ -54,6 +57,7 @@ _LIMIT_MASK: Final = 2**32 - 1
 _INCARNATION_MAX: Final = 2**32 - 1
 
 _H_MAGIC, _H_VERSION, _H_TENANTS, _H_SCOPES, _H_ROWS, _H_SECRET, _H_CLEAN, _H_BOOT, _H_FLOOR, _H_NAMES = range(10)
+_H_USED: Final = 16
 _RAW, _BASE, _KEY_LO, _KEY_HI, _TRANSITION_LO, _TRANSITION_HI, _FLAGS, _LEADS_TO = range(8)
 _ROW_LIMIT, _ROW_SCOPE = range(2)
 
@@ -128,10 +132,13 @@ class AuthorityTable:
         self.tenants = self._words[_H_TENANTS]
         self.scopes_per_tenant = self._words[_H_SCOPES]
         self.rows = self._words[_H_ROWS]
+        used = self._words[_H_USED : _H_USED + self.tenants]
+        self.used_scopes = tuple(count or self.scopes_per_tenant for count in used)
         self._row0 = _HEADER_WORDS + self.tenants * self.scopes_per_tenant * _SLOT_WORDS
         self._on_evict = on_evict
         self._lock = _WritersLock(_beside(path, ".lock"))
-        self._free_rows: deque[int] = deque()
+        self._rows_per_tenant = self.rows // self.tenants
+        self._free_rows: list[deque[int]] = [deque() for _ in range(self.tenants)]
 
     @classmethod
     def create(
@@ -140,15 +147,22 @@ class AuthorityTable:
         *,
         tenants: int = 1,
         scopes_per_tenant: int = 4096,
+        used_scopes: Sequence[int] = (),
         rows: int = 8192,
         boot: int = 0,
         floor: int = 0,
         names: int = 0,
         on_evict: OnEvict | None = None,
     ) -> AuthorityTable:
-        """Put an empty table at `path`, in one rename.  An old one there lives on only in processes that mapped it."""
-        if min(tenants, scopes_per_tenant, rows) < 1:
-            raise InvariantViolation("a table needs at least one tenant, scope and row")
+        """Put an empty table at `path`, in one rename.  An old one there lives on only in processes that mapped it.
+
+        `used_scopes`: per tenant, how many of its slots it may fill; without it, all.
+        """
+        if not 1 <= tenants <= min(rows, TENANTS_MAX) or scopes_per_tenant < 1:
+            raise InvariantViolation(f"a table has 1 to {TENANTS_MAX} tenants, and a scope and a row for each")
+        fits = all(1 <= count <= scopes_per_tenant for count in used_scopes)
+        if not fits or len(used_scopes) not in (0, tenants):
+            raise InvariantViolation(f"{tenants} regions of {scopes_per_tenant} scopes, used as {used_scopes}")
         size = _size_bytes(tenants, scopes_per_tenant, rows)
         fresh = _beside(path, ".new")
         fresh.unlink(missing_ok=True)
@@ -162,6 +176,8 @@ class AuthorityTable:
             geometry, random = (tenants, scopes_per_tenant, rows), secrets.randbits(63)
             for index, value in enumerate((MAGIC, LAYOUT_VERSION, *geometry, random, 0, boot, floor, names)):
                 _store(words, index, value)
+            for index, count in enumerate(used_scopes):
+                _store(words, _H_USED + index, count)
         fresh.replace(path)
         return cls(path, mapping, on_evict)
 
@@ -181,7 +197,8 @@ class AuthorityTable:
             os.close(fd)
         with memoryview(mapping).cast("Q") as words:
             magic, version, *geometry = (words[index] for index in range(_H_ROWS + 1))
-        if magic != MAGIC or version != LAYOUT_VERSION or 0 in geometry or size != _size_bytes(*geometry):
+        known = (magic, version) == (MAGIC, LAYOUT_VERSION) and geometry[0] <= TENANTS_MAX
+        if not known or 0 in geometry or size != _size_bytes(*geometry):
             mapping.close()
             raise SeamError(f"{path} is not an authority table of layout {LAYOUT_VERSION}")
         return cls(path, mapping, on_evict)
@@ -380,9 +397,9 @@ class AuthorityTable:
     # -- rows: under the writers' lock
 
     def issue(self, slot: int, raw: int) -> Ticket:
-        """A ticket for one request, without limit.  Raises OverLimit when every row is in use."""
+        """A ticket for one request, without limit.  Raises OverLimit when every row of the tenant is in use."""
         with self._lock:
-            row = self._free_row()
+            row = self._free_row(slot // self.scopes_per_tenant)
             word = self._row_word(row, _ROW_LIMIT)
             incarnation = (word >> 32) + 1
             self._store_row(row, _ROW_SCOPE, slot + 1)
@@ -407,7 +424,7 @@ class AuthorityTable:
                 return
             self._store_row(ticket.row, _ROW_LIMIT, word | _LIMIT_MASK)
             self._store_row(ticket.row, _ROW_SCOPE, 0)
-            self._free_rows.append(ticket.row)
+            self._free_rows[ticket.row // self._rows_per_tenant].append(ticket.row)
 
     def release_all_rows(self) -> None:
         """No ticket of an earlier server holds any more."""
@@ -428,8 +445,8 @@ class AuthorityTable:
     def _window(self, tenant_index: int, key: int) -> Iterator[int]:
         if not 0 <= tenant_index < self.tenants or not 0 < key < 2**128:
             raise InvariantViolation(f"no region for tenant {tenant_index} and key {key:#x}")
-        scopes = self.scopes_per_tenant
-        first, home = tenant_index * scopes, key % scopes
+        scopes = self.used_scopes[tenant_index]
+        first, home = tenant_index * self.scopes_per_tenant, key % scopes
         return (first + (home + step) % scopes for step in range(min(WINDOW_SLOTS, scopes)))
 
     def _idle_slot(self, window: list[int]) -> int:
@@ -460,16 +477,18 @@ class AuthorityTable:
         if self._key(slot) != key:
             raise EpochConflict("the scope has left its slot")
 
-    def _free_row(self) -> int:
+    def _free_row(self, tenant_index: int) -> int:
         """A hint list of our own releases first; other processes' releases are found when it runs dry."""
+        first, free = tenant_index * self._rows_per_tenant, self._free_rows[tenant_index]
         for scan in (False, True):
             if scan:
-                self._free_rows.extend(row for row, scope in enumerate(self._row_scopes()) if scope == 0)
-            while self._free_rows:
-                row = self._free_rows.popleft()
+                scopes = self._row_scopes()[first : first + self._rows_per_tenant]
+                free.extend(row for row, scope in enumerate(scopes, first) if scope == 0)
+            while free:
+                row = free.popleft()
                 if self._row_word(row, _ROW_SCOPE) == 0 and self._row_word(row, _ROW_LIMIT) >> 32 < _INCARNATION_MAX:
                     return row
-        raise OverLimit("every row of the authority table is in use")
+        raise OverLimit("the tenant has as many requests in scopes as it may")
 
     def _row_scopes(self) -> list[int]:
         return self._words[self._row0 + _ROW_SCOPE :: _SLOT_WORDS].tolist()

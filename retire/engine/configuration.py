@@ -10,6 +10,7 @@ from typing import Any
 
 from retire.core.errors import SeamError
 from retire.settings import DRAM_ENV
+from retire.tenants import Registry
 
 TIER_MODULE = "retire.engine.tier"
 
@@ -74,6 +75,17 @@ def check(config: Any, *, api_processes: int) -> None:
     found = refusals(config, api_processes=api_processes)
     if found:
         raise SeamError("RETIRE cannot serve this configuration: " + "; ".join(found))
+
+
+def check_tenants(config: Any, tenants: Registry) -> None:
+    """Raise SeamError where vLLM would hand one tenant what it keeps for another."""
+    if len(tenants.ids) > 1 and os.environ.get("VLLM_ENABLE_RESPONSES_API_STORE", "0") != "0":
+        raise SeamError("VLLM_ENABLE_RESPONSES_API_STORE with several tenants: the store does not know them apart")
+    if tenants.isolated and config.model_config is not None and config.model_config.is_multimodal_model:
+        raise SeamError(
+            "a multimodal model with isolated tenants: its media caches do not know them apart "
+            "(isolate_prefix_cache = false in the tenants file gives the isolation up)"
+        )
 
 
 CERTIFIABLE = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")

@@ -299,8 +299,9 @@ class Coordinator:
                 raise InvariantViolation(f"unknown message {kind}")
         self.sweep()
         self._collect(key)
-        answers = {"status": self.leftovers, "tier": self._keeper.counters}
-        return answers[event["kind"]]() if event["kind"] in answers else None
+        if event["kind"] == "status":
+            return self.leftovers(event.get("tenant"))
+        return self._keeper.counters() if event["kind"] == "tier" else None
 
     def _cancelled(self, key: ScopeKey) -> None:
         if key in self._states and not self._states[key].cancelled:
@@ -563,15 +564,18 @@ class Coordinator:
 
     # -- what can be asked ----------------------------------------------------------------------------------------
 
-    def leftovers(self) -> dict[str, int]:
-        """What an idle engine must not hold."""
+    def leftovers(self, tenant: TenantId | None = None) -> dict[str, int]:
+        """What an idle engine must not hold, for the tenant or for all of them."""
+        states = (state for key, state in self._states.items() if tenant in (None, key[0]))
+        orphans = (group for key, group in self._orphans.items() if tenant in (None, key[0]))
+        requests = (tracked for tracked in self._requests.values() if tenant in (None, tracked.tag.tenant))
         return {
-            "pinned_blocks": self._keeper.ownership.pinned_blocks(),
-            "scoped_requests": len(self._requests),
-            "open_transitions": sum(1 for state in self._states.values() if state.transition is not None),
-            "orphans": sum(len(group) for group in self._orphans.values()),
-            "steps_in_flight": self._steps.in_flight,
-            "copies_in_flight": len(self._copying),
+            "pinned_blocks": self._keeper.ownership.pinned_blocks(tenant),
+            "scoped_requests": sum(1 for _ in requests),
+            "open_transitions": sum(1 for state in states if state.transition is not None),
+            "orphans": sum(len(group) for group in orphans),
+            "steps_in_flight": self._steps.in_flight(tenant),
+            "copies_in_flight": sum(1 for key in self._copying.values() if tenant in (None, key[0])),
         }
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from retire.authority.tag import Tag
 from retire.core.errors import InvariantViolation
-from retire.core.types import BlockRef, KVGroup, RequestId
+from retire.core.types import BlockRef, KVGroup, RequestId, TenantId
 from retire.engine.plan import PlannedRows, Receipt, StepPlan
 from retire.kv.ownership import Ownership
 
@@ -89,10 +89,13 @@ class Steps:
         self._scheduling: set[Any] = set()
         self._seq = 0
 
-    @property
-    def in_flight(self) -> int:
-        """Steps with scoped rows whose receipt is out."""
-        return len(self._plans)
+    def in_flight(self, tenant: TenantId | None = None) -> int:
+        """Steps with scoped rows, or with the tenant's, whose receipt is out."""
+        return sum(1 for plan in self._plans if tenant is None or self._has_rows_of(tenant, plan))
+
+    def _has_rows_of(self, tenant: TenantId, plan: StepPlan) -> bool:
+        tracked = (self.requests.get(rows.request) for rows in plan.rows)
+        return any(request is not None and request.tag.tenant == tenant for request in tracked)
 
     def computes(self, request_id: RequestId) -> bool:
         """Whether a step in flight has rows of the request."""

@@ -142,8 +142,10 @@ class Ownership:
 
     # -- what is held -----------------------------------------------------------------------------------------------
 
-    def pinned_blocks(self) -> int:
-        """Distinct blocks that some pin or copy keeps alive."""
+    def pinned_blocks(self, tenant: TenantId | None = None) -> int:
+        """Distinct blocks that some pin or copy keeps alive; or some pin of the tenant."""
+        if tenant is not None:
+            return len(self._accounts.get(tenant, ()))
         copied = {block.block_id for blocks in self._copies.values() for block in blocks}
         return len(self._guaranteed.keys() | copied)
 

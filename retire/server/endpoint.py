@@ -9,12 +9,12 @@ from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import ASGIApp
+from starlette.middleware.cors import CORSMiddleware
 
 from retire import seal
 from retire.authority import home
 from retire.core.errors import SeamError
-from retire.server.gate import Gate
+from retire.server.gate import App, Gate
 from retire.server.routes import document_headers, router
 from retire.server.service import Service
 from retire.settings import PLUGIN_NAME, Settings
@@ -39,8 +39,8 @@ class RetireEndpoint:
         document_headers(app)
         inner_build = app.build_middleware_stack
 
-        def build_with_gate() -> ASGIApp:
-            return Gate(inner_build(), self.service, self.tenants)
+        def build_with_gate() -> App:
+            return Gate(inner_build(), self.service, self.tenants, lambda answered: _with_cors(app, answered))
 
         app.build_middleware_stack = build_with_gate  # type: ignore[method-assign]
         self._app, self._build = app, build_with_gate
@@ -52,7 +52,7 @@ class RetireEndpoint:
         return self._service
 
     def tenants(self) -> Registry:
-        """Who may ask, once this process is ready."""
+        """Who may ask, once that is known."""
         if self._tenants is None:
             raise SeamError("RETIRE is not ready")
         return self._tenants
@@ -61,31 +61,30 @@ class RetireEndpoint:
         """Refuse to serve unless everything is in its place; then follow the engine.
 
         Raises:
-            SeamError: no engine, an unsealed process, or a layer outside the gate.
+            SeamError: no engine, an unsealed process, a layer outside the gate, or keys of vLLM beside a tenants file.
         """
         if engine_client is None:
             raise SeamError("RETIRE needs an engine; the render server has none")
         self._require_outermost()
+        from vllm import envs
+
+        self._tenants = home.tenants().accepting(args.api_key or [envs.VLLM_API_KEY or ""])
         authority = home.owned()
         if authority is None:
             raise SeamError("this process does not own the state directory")
         core = engine_client.engine_core
         await self._require_same_seal(core)
 
-        from vllm import envs
-
-        tenants = Registry.from_env(args.api_key or [envs.VLLM_API_KEY or ""])
         models = state.openai_serving_models
         self._service = Service(
             authority,
             Settings.from_env(),
+            self._tenants,
             call_engine=core.call_utility_async,
             engine_dead=lambda: bool(engine_client.errored),
-            fingerprint=getattr(state.openai_serving_chat, "system_fingerprint", None),
-            tenants=tenants,
+            fingerprint=getattr(getattr(state, "openai_serving_chat", None), "system_fingerprint", None),
             serves_model=lambda name: models.is_base_model(name) or name in models.lora_requests,
         )
-        self._tenants = tenants
         state.retire = self._service
         self._service.spawn(self._service.follow_engine())
 
@@ -105,3 +104,11 @@ class RetireEndpoint:
         for other in others:
             if other != mine:
                 raise SeamError(f"processes disagree: API {mine}, engine or worker {other}")
+
+
+def _with_cors(app: FastAPI, answered: App) -> App:
+    """The application's own CORS middleware around an answer of the gate."""
+    layers: list[Any] = [layer for layer in app.user_middleware if layer.cls is CORSMiddleware]  # type: ignore[comparison-overlap]
+    for layer in layers:
+        answered = layer.cls(answered, *layer.args, **layer.kwargs)
+    return answered

@@ -1,7 +1,7 @@
 """The outermost ASGI layer: every authority change comes in here, every frame of a scope goes out here.
 
-Owns: admission of scoped requests, the last compare before a frame is written, the end of a superseded stream.
-Must not know: scheduling, KV.
+Owns: who is asking, admission of scoped requests, the last compare before a frame is written, the end of a superseded
+stream.  Must not know: scheduling, KV.
 Strategy: the last gate is `Stream._publish`: drain the transport, compare the ticket, write, with no await between the
 compare and the write (invariant 1).  What lies behind it is bounded for streams: the transport keeps no more than the
 frame that filled it, the socket's send buffer has a fixed size (under TLS asyncio keeps a buffer of its own besides).
@@ -16,7 +16,6 @@ import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Literal
 
-from retire.authority import home
 from retire.authority.store import ScopeView
 from retire.authority.tag import EPOCH_KEY, PREFIX, SCOPE_KEY, Tag, to_xargs
 from retire.core.errors import (
@@ -40,7 +39,7 @@ from retire.server.requests import (
 from retire.server.schemas import REASON_MAX_CHARS
 from retire.server.service import FENCE_WAIT_S, Service, Superseded
 from retire.server.transitions import Transition, now_ns
-from retire.tenants import Registry
+from retire.tenants import Registry, asker, asking
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -51,7 +50,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 GATED = {"/v1/chat/completions": True, "/v1/completions": False}  # path → whether it speaks in chat chunks
 SUPERSEDE = "/supersede"
 OURS = (SUPERSEDE, "/scopes", "/transitions", "/retire")
-OPEN = frozenset({"/health", "/ping", "/load", "/metrics", "/version", "/docs", "/redoc", "/openapi.json"})  # no key
 ABANDONED_AFTER_S = 10.0
 PREFIX_OF_OURS = "x-retire-"
 KNOWN = frozenset(
@@ -130,37 +128,57 @@ class Headers:
 
 
 class Gate:
-    """Wraps the whole application, vLLM's own middleware included."""
+    """Wraps the whole application, vLLM's own middleware included.
 
-    def __init__(self, app: App, service: Callable[[], Service], tenants: Callable[[], Registry]) -> None:
+    `cors` puts vLLM's CORS middleware around an application: what the gate answers itself never passes the one inside.
+    """
+
+    def __init__(
+        self, app: App, service: Callable[[], Service], tenants: Callable[[], Registry], cors: Callable[[App], App]
+    ) -> None:
         self._app = app
         self._get_service = service
         self._get_tenants = tenants
+        self._cors = cors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
-        if scope["type"] == "websocket" and (_speaks_to_us(scope) or self._get_tenants().guards_everything):
-            await send(
-                {"type": "websocket.close", "code": 1008, "reason": "a websocket carries no scope and no tenant"}
-            )
-            return
-        if scope["type"] != "http" or scope["method"] == "OPTIONS":  # a preflight asks for nothing and has no key
+        asking.set(None)  # a pipelined request's task starts with what its predecessor's has set
+        if scope["type"] == "http" and scope["method"] != "OPTIONS":  # a preflight asks for nothing and has no key
+            await self._http(scope, receive, send)
+        elif scope["type"] == "websocket" and (refusal := self._refuses(scope)) is not None:
+            await send({"type": "websocket.close", "code": 1008, "reason": refusal})
+        else:
             await self._app(scope, receive, send)
-            return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        exchange = Exchange(self._app, self._get_service, scope, receive, send)
+
+    def _refuses(self, scope: Scope) -> str | None:
+        """Why this websocket does not open, or None."""
         try:
-            headers, tenants = Headers(scope), self._get_tenants()
-            if tenants.guards_everything and path not in OPEN:
-                home.asking.set(tenants.authenticate(headers.get("authorization")))
+            if Headers(scope).scoped:
+                return "a websocket cannot carry a scope"
+            self._know(scope, Headers(scope))
+        except RetireError as error:
+            return str(error)
+        return None
+
+    def _know(self, scope: Scope, headers: Headers) -> str:
+        """Note who is asking, where a key is asked for.  Gives the path.  Raises Unauthorized."""
+        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        tenants = self._get_tenants()
+        if headers.scoped or path.startswith(OURS) or tenants.guards(path):
+            asking.set(tenants.authenticate(headers.get("authorization")))
+        return path
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(self._app, self._get_service, scope, receive, send, self._cors)
+        try:
+            headers = Headers(scope)
+            path = self._know(scope, headers)
             if path == SUPERSEDE and scope["method"] == "POST":
-                await exchange.supersede(headers, tenants.authenticate(headers.get("authorization")))
+                await exchange.supersede(headers, asker())
             elif path in GATED and scope["method"] == "POST":
-                await exchange.gated(path, headers, tenants)
-            elif path.startswith(OURS):
-                scope["retire.tenant"] = tenants.authenticate(headers.get("authorization"))
-                await self._app(scope, receive, send)
-            elif headers.scoped:
+                await exchange.gated(path, headers, self._get_tenants())
+            elif headers.scoped and not path.startswith(OURS):
                 raise Unsupported(f"{path} cannot carry a scope; use {' or '.join(GATED)}", param="X-Retire-Scope")
             else:
                 await self._app(scope, receive, send)
@@ -171,8 +189,17 @@ class Gate:
 class Exchange:
     """One request at the gate."""
 
-    def __init__(self, app: App, service: Callable[[], Service], scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self,
+        app: App,
+        service: Callable[[], Service],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        cors: Callable[[App], App],
+    ) -> None:
         self._app = app
+        self._cors = cors
         self._service = service
         self._scope = scope
         self._receive = receive
@@ -215,10 +242,11 @@ class Exchange:
             if body is None or not _names_scope(body):
                 await self._app(self._scope, self._replay(raw), self._send)
                 return
-            view = self._join(tenants.authenticate(headers.get("authorization")), None, None, body)
+            asking.set(tenants.authenticate(headers.get("authorization")))
+            view = self._join(asker(), None, None, body)
             await self._serve(path, body, view, None, rewritten=False)
             return
-        tenant = tenants.authenticate(headers.get("authorization"))
+        tenant = asker()
         scope_name, epoch = headers.get("x-retire-scope"), _number(headers.epoch("x-retire-epoch"))
         expected = headers.epoch("x-retire-supersedes", star=True)
         if scope_name is None:
@@ -259,7 +287,6 @@ class Exchange:
         refuse_unsupported(body)
         service = self._service()
         service.require_engine(tenant, scope_name)
-        service.require_room(tenant, scope_name)
         return service.authority.resolve(tenant, scope_name, epoch)
 
     def _supersede_by_header(
@@ -370,8 +397,12 @@ class Exchange:
         """A JSON response of the gate itself."""
         body = dumps(answer)
         base = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await self._send({"type": "http.response.start", "status": status, "headers": [*base, *headers]})
-        await self._send({"type": "http.response.body", "body": body})
+
+        async def answered(_scope: Scope, _receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": status, "headers": [*base, *headers]})
+            await send({"type": "http.response.body", "body": body})
+
+        await self._cors(answered)(self._scope, self._receive, self._send)
 
     # -- the request's body ---------------------------------------------------------------------------------------
 
@@ -675,10 +706,6 @@ class Stream:
 def scope_headers(scope: ScopeId, epoch: Epoch) -> list[tuple[bytes, bytes]]:
     """`X-Retire-Scope` and `X-Retire-Epoch` of a response."""
     return [(b"x-retire-scope", scope.encode("utf-8")), (b"x-retire-epoch", str(epoch).encode())]
-
-
-def _speaks_to_us(scope: Scope) -> bool:
-    return any(name.lower().startswith(PREFIX_OF_OURS.encode()) for name, _ in scope["headers"])
 
 
 def _idempotency(headers: Headers, told: bytes) -> tuple[str, bytes] | None:

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Header, Path, Request
+from fastapi import APIRouter, FastAPI, Header, Path, Query, Request
 from fastapi.responses import JSONResponse
 
 from retire import seal
 from retire.core.errors import CallerError, EngineError, NotFound
-from retire.core.types import Epoch, ScopeId, TenantId
+from retire.core.types import Epoch, ScopeId
 from retire.server.gate import GATED, scope_headers
 from retire.server.schemas import Accepted, ScopeInfo, ScopeList, ServerStatus, SupersedeBody, TransitionInfo
 from retire.server.service import Service
+from retire.tenants import asker
 
 router = APIRouter(tags=["retire"])
+SCOPES_PER_PAGE, SCOPES_PER_PAGE_MAX = 100, 1000
 ScopePath = Annotated[str, Path(description="a scope of the caller's tenant", examples=["plan-7"])]
 
 
@@ -69,11 +71,6 @@ def document_headers(app: FastAPI) -> None:
 def _service(request: Request) -> Service:
     service: Service = request.app.state.retire
     return service
-
-
-def _tenant(request: Request) -> TenantId:
-    tenant: TenantId = request.scope["retire.tenant"]  # set by the gate
-    return tenant
 
 
 def error_response(error: CallerError | EngineError) -> JSONResponse:
@@ -129,29 +126,35 @@ async def supersede(
 @router.get("/transitions/{transition}", response_model=TransitionInfo, responses={404: _ERRORS[404]})
 async def transition(request: Request, transition: str) -> Any:
     """Stage times, receipts, certificate or refusal, and what the predecessor had published."""
-    record = _service(request).transitions.get(_tenant(request), transition)
+    record = _service(request).transitions.get(asker(), transition)
     if record is None:
         return error_response(NotFound(f"no transition {transition!r}", param="transition"))
     return record.info()
 
 
 @router.get("/scopes", response_model=ScopeList)
-async def scopes(request: Request) -> Any:
-    """The tenant's scopes."""
-    service, tenant = _service(request), _tenant(request)
-    return {"scopes": [service.describe(status) for status in service.authority.list(tenant)]}
+async def scopes(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=SCOPES_PER_PAGE_MAX)] = SCOPES_PER_PAGE,
+    after: Annotated[str, Query(description="`next` of the page before")] = "",
+) -> Any:
+    """The tenant's scopes by name, a page at a time."""
+    service, tenant = _service(request), asker()
+    found = service.authority.page(tenant, after=after, limit=limit + 1)
+    following = found[limit - 1].scope if len(found) > limit else None
+    return {"scopes": [service.describe(status) for status in found[:limit]], "next": following}
 
 
 @router.get("/scopes/{scope:path}", response_model=ScopeInfo, responses={404: _ERRORS[404]})
 async def scope(request: Request, scope: ScopePath) -> Any:
     """One scope."""
-    return _about_scope(scope, lambda: _service(request).scope(_tenant(request), scope))
+    return _about_scope(scope, lambda: _service(request).scope(asker(), scope))
 
 
 @router.delete("/scopes/{scope:path}", response_model=ScopeInfo, responses={404: _ERRORS[404]})
 async def cancel(request: Request, scope: ScopePath) -> Any:
     """Terminal cancellation: every request of the scope loses authority, and the id is dead until a higher epoch."""
-    service, tenant = _service(request), _tenant(request)
+    service, tenant = _service(request), asker()
     return _about_scope(scope, lambda: service.describe(service.cancel(tenant, scope)))
 
 
@@ -168,16 +171,16 @@ async def continue_(request: Request, scope: ScopePath) -> Any:
 
 
 def _set_paused(request: Request, scope: str, *, paused: bool) -> Any:
-    service, tenant = _service(request), _tenant(request)
+    service, tenant = _service(request), asker()
     return _about_scope(scope, lambda: service.describe(service.set_paused(tenant, scope, paused)))
 
 
 @router.get("/retire/status", response_model=ServerStatus)
 async def status(request: Request) -> Any:
-    """The seal of every process, the stated backlog, and what the engine holds for scopes."""
+    """The seal of every process, the stated backlog, and what the engine holds for the tenant's scopes."""
     service = _service(request)
     try:
-        engine, tier = await service.engine_status(), await service.engine_status("tier")
+        engine, tier = await service.engine_status(asker()), await service.engine_status(asker(), "tier")
     except EngineError as error:
         return error_response(error)
     return {

@@ -124,6 +124,7 @@ class ScopeList(BaseModel):
     """GET /scopes."""
 
     scopes: list[ScopeInfo]
+    next: str | None = Field(default=None, description="ask again with `after` set to it; null: this was the last page")
 
 
 class TransitionInfo(BaseModel):
@@ -159,5 +160,5 @@ class ServerStatus(BaseModel):
     seal: dict[str, str]
     state_dir: str
     stated_backlog: dict[str, int]
-    engine: dict[str, int] = Field(description="what is held for scopes; all 0 when nothing is")
+    engine: dict[str, int] = Field(description="what is held for the tenant's scopes; all 0 when nothing is")
     tier: dict[str, int] = Field(description="pages in host memory: what is there and what happened; {} without it")

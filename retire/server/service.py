@@ -11,12 +11,10 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
-
-import xxhash
 
 from retire.authority.store import Authority, ScopeView
 from retire.core.errors import EngineError, NotFound, OverLimit, Unsupported
@@ -61,6 +59,15 @@ class Superseded:
     view: ScopeView
 
 
+@dataclass
+class _Household:
+    """What is remembered of one tenant's scopes: nobody's pushes out another's."""
+
+    streams: dict[ScopeId, set[LiveStream]] = field(default_factory=dict)
+    settled: OrderedDict[ScopeId, list[dict[str, Any]]] = field(default_factory=OrderedDict)
+    salts: OrderedDict[ScopeId, str] = field(default_factory=OrderedDict)
+
+
 class Service:
     """One per API process."""
 
@@ -68,23 +75,21 @@ class Service:
         self,
         authority: Authority,
         settings: Settings,
+        tenants: Registry,
         call_engine: Utility,
         engine_dead: Callable[[], bool],
         serves_model: Callable[[str], bool],
-        tenants: Registry,
         fingerprint: str | None = None,
     ) -> None:
         self.fingerprint = fingerprint
         self.authority = authority
         self.settings = settings
-        self.transitions = Transitions()
         self._tenants = tenants
+        self.transitions = Transitions()
         self._call_engine = call_engine
         self.engine_dead = engine_dead
         self.serves_model = serves_model
-        self._streams: dict[tuple[TenantId, ScopeId], set[LiveStream]] = {}
-        self._settled: OrderedDict[tuple[TenantId, ScopeId], list[dict[str, Any]]] = OrderedDict()
-        self._salts: OrderedDict[tuple[TenantId, ScopeId], str] = OrderedDict()
+        self._households: defaultdict[TenantId, _Household] = defaultdict(_Household)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # -- supersede ------------------------------------------------------------------------------------------------
@@ -103,18 +108,18 @@ class Service:
         `idempotency`: key and the request's bytes.
 
         Raises:
-            CallerError: as `Authority.advance`; Unsupported for a key that came with another body.
+            CallerError: as `Authority.advance`; Unsupported for a key that came with another body; OverLimit.
             EngineError: the engine is gone; authority has not moved.
         """
         digest = hashlib.sha256(idempotency[1]).digest() if idempotency else b""
         number = uuid.uuid4().int
         if idempotency:
-            number = xxhash.xxh3_128_intdigest(tenant.encode() + b"\0" + idempotency[0].encode() + b"\0" + digest)
+            number = _transition_number(tenant, idempotency[0], digest)
             earlier = self._answered(tenant, idempotency[0], digest, reason, contract)
             if earlier is not None:
                 return earlier
         self.require_engine(tenant, scope)
-        self.require_room(tenant, scope, transition=True)
+        self._require_room(tenant, scope)
         if idempotency:
             self.authority.remember_idempotent(tenant, idempotency[0], digest, transition=number, scope=scope)
         advanced_ns = now_ns()
@@ -133,13 +138,14 @@ class Service:
             for stream in self.streams(tenant, record.scope):
                 if stream.epoch == advanced.old_epoch:
                     stream.promise(contract.keep_prefix_tokens)
-        self.transitions.add(record)
-        record.published = self._settled.pop((tenant, record.scope), [])
+        self.transitions.add(record, open_=True)
+        household = self._households[tenant]
+        record.published = household.settled.pop(record.scope, [])
         self._revoke_streams(record.tenant, record.scope, superseded_by=advanced.new_epoch, record=record)
         if contract.inherit.value == "none":
-            self._salts[(tenant, record.scope)] = f"retire:{record.id}"
-            while len(self._salts) > SALTED_SCOPES:
-                self._salts.popitem(last=False)
+            household.salts[record.scope] = f"retire:{record.id}"
+            while len(household.salts) > SALTED_SCOPES:
+                household.salts.popitem(last=False)
         self._tell(
             {
                 "kind": "advanced",
@@ -193,10 +199,15 @@ class Service:
                 advanced_ns=now_ns(),
             )
             record.fenced.set()  # nothing of that life computes any more
-            self.transitions.add(record)
+            self.transitions.add(record, open_=False)
         view = self.authority.view(tenant, found.scope)
         assert view is not None, "a scope that was superseded is known"
         return Superseded(record, fresh=False, view=view)
+
+    def _require_room(self, tenant: TenantId, scope: str) -> None:
+        limit = self._tenants.tenant(tenant).transitions
+        if limit is not None and self.transitions.open_beside(tenant, scope) >= limit:
+            raise OverLimit(f"the tenant may have {limit} open transitions", param="scope")
 
     async def wait_fenced(self, record: Transition) -> bool:
         """Whether obsolete rows are closed; waits for the engine to say so, not forever."""
@@ -211,7 +222,7 @@ class Service:
     def cancel(self, tenant: TenantId, scope: str) -> ScopeView:
         """Terminal cancellation: no successor.  Raises as `Authority.cancel`."""
         view = self.authority.cancel(tenant, scope)
-        self._settled.pop((tenant, view.scope), None)
+        self._households[tenant].settled.pop(view.scope, None)
         self._revoke_streams(tenant, view.scope, superseded_by=None, record=None)
         self._tell({"kind": "cancelled", "tenant": tenant, "scope": scope})
         return view
@@ -245,25 +256,26 @@ class Service:
 
     def streams(self, tenant: TenantId, scope: ScopeId) -> set[LiveStream]:
         """Responses of the scope that are in flight."""
-        return self._streams.get((tenant, scope), set())
+        return self._households[tenant].streams.get(scope, set())
 
     def attach(self, tenant: TenantId, scope: ScopeId, stream: LiveStream) -> None:
         """A scoped response begins."""
-        self._streams.setdefault((tenant, scope), set()).add(stream)
+        self._households[tenant].streams.setdefault(scope, set()).add(stream)
 
     def detach(self, tenant: TenantId, scope: ScopeId, stream: LiveStream, *, ended_by_itself: bool) -> None:
         """A scoped response is over; what it published stays known until the scope advances."""
-        key = (tenant, scope)
-        group = self._streams.get(key, set())
+        household = self._households[tenant]
+        group = self.streams(tenant, scope)
         group.discard(stream)
         if not group:
-            self._streams.pop(key, None)
+            household.streams.pop(scope, None)
         if ended_by_itself:
-            self._settled.setdefault(key, []).append(stream.published())
-            del self._settled[key][:-64]
-            self._settled.move_to_end(key)
-            while len(self._settled) > SETTLED_SCOPES:
-                self._settled.popitem(last=False)
+            settled = household.settled
+            settled.setdefault(scope, []).append(stream.published())
+            del settled[scope][:-64]
+            settled.move_to_end(scope)
+            while len(settled) > SETTLED_SCOPES:
+                settled.popitem(last=False)
 
     def _revoke_streams(
         self, tenant: TenantId, scope: ScopeId, *, superseded_by: int | None, record: Transition | None
@@ -276,7 +288,7 @@ class Service:
 
     def salt(self, tenant: TenantId, scope: ScopeId) -> str | None:
         """The scope's cache generation: set once a contract said `inherit: none`, None for the common cache."""
-        return self._salts.get((tenant, scope))
+        return self._households[tenant].salts.get(scope)
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
@@ -285,18 +297,6 @@ class Service:
         if self.engine_dead():
             view = self.authority.view(tenant, scope)
             raise EngineError("the engine is gone", current_epoch=view.epoch if view is not None else None)
-
-    def require_room(self, tenant: TenantId, scope: str, *, transition: bool = False) -> None:
-        """Raise OverLimit when one scope (or transition) more is over what the tenants file allows."""
-        allowed = self._tenants.tenant(tenant)
-        if allowed.scopes is not None:
-            live = {name for owner, name in self._streams if owner == tenant}
-            if scope not in live and len(live) >= allowed.scopes:
-                raise OverLimit(f"the tenant has {len(live)} scopes with requests in flight", param="scope")
-        if transition and allowed.transitions is not None:
-            still_open = self.transitions.still_open(tenant, other_than=scope)
-            if still_open >= allowed.transitions:
-                raise OverLimit(f"the tenant has {still_open} transitions open", param="scope")
 
     def abandon(self, record: Transition) -> None:
         """The client left before its successor reached the engine: nothing is to be kept for it."""
@@ -309,10 +309,10 @@ class Service:
         """
         return {"frames_in_transport": 1, "bytes_in_send_buffer": 2 * self.settings.backlog_bytes}
 
-    async def engine_status(self, kind: Literal["status", "tier"] = "status") -> dict[str, int]:
-        """What the engine holds for scopes right now, or what the tier in host memory holds and has done."""
+    async def engine_status(self, tenant: TenantId, kind: Literal["status", "tier"] = "status") -> dict[str, int]:
+        """What the engine holds for the tenant's scopes right now, or what the tier in host memory has done for all."""
         try:
-            status: dict[str, int] = await self._call_engine("retire_event", {"kind": kind})
+            status: dict[str, int] = await self._call_engine("retire_event", {"kind": kind, "tenant": tenant})
         except Exception as error:
             raise EngineError(f"the engine does not answer: {error}") from error
         return status
@@ -350,3 +350,9 @@ class Service:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _transition_number(tenant: TenantId, key: str, digest: bytes) -> int:
+    """Who asks again under an idempotency key asks for the same transition; nobody can aim at another tenant's."""
+    told = hashlib.sha256(f"{tenant}\0{key}\0".encode() + digest).digest()
+    return int.from_bytes(told[:16], "big")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,57 +128,69 @@ class Transition:
         }
 
 
-class Transitions:
-    """The latest `KEPT` records."""
+class _Records:
+    """One tenant's: nobody's records push out another's."""
 
     def __init__(self) -> None:
-        self._records: OrderedDict[TransitionId, Transition] = OrderedDict()
-        self._by_scope: dict[tuple[TenantId, ScopeId], TransitionId] = {}
+        self.by_id: OrderedDict[TransitionId, Transition] = OrderedDict()
+        self.latest: dict[ScopeId, TransitionId] = {}
+        self.open: dict[ScopeId, TransitionId] = {}  # scopes whose latest transition is open
 
-    def add(self, record: Transition) -> None:
-        """A new record; the oldest beyond the bound is forgotten."""
-        self._records[record.id] = record
-        self._by_scope[(record.tenant, record.scope)] = record.id
-        while len(self._records) > KEPT:
-            old_id, old = self._records.popitem(last=False)
-            key = (old.tenant, old.scope)
-            if self._by_scope.get(key) == old_id:
-                del self._by_scope[key]
+
+class Transitions:
+    """The latest `KEPT` records of each tenant."""
+
+    def __init__(self) -> None:
+        self._tenants: defaultdict[TenantId, _Records] = defaultdict(_Records)
+        self._owners: dict[TransitionId, TenantId] = {}  # the engine's facts name the transition only
+
+    def add(self, record: Transition, *, open_: bool) -> None:
+        """A new record; the tenant's oldest beyond the bound is forgotten.  `open_`: the engine will say it closed."""
+        records = self._tenants[record.tenant]
+        records.by_id[record.id] = record
+        records.latest[record.scope] = record.id
+        if open_:
+            records.open[record.scope] = record.id
+        self._owners[record.id] = record.tenant
+        while len(records.by_id) > KEPT:
+            old_id, old = records.by_id.popitem(last=False)
+            del self._owners[old_id]
+            for known in (records.latest, records.open):
+                if known.get(old.scope) == old_id:
+                    del known[old.scope]
 
     def get(self, tenant: TenantId, transition: str) -> Transition | None:
         """The tenant's record of that id."""
-        record = self._records.get(TransitionId(transition))
-        return record if record is not None and record.tenant == tenant else None
+        return self._tenants[tenant].by_id.get(TransitionId(transition))
 
     def of_scope(self, tenant: TenantId, scope: ScopeId) -> Transition | None:
         """The scope's latest record."""
-        found = self._by_scope.get((tenant, scope))
-        return None if found is None else self._records[found]
+        records = self._tenants[tenant]
+        found = records.latest.get(scope)
+        return None if found is None else records.by_id[found]
 
-    def still_open(self, tenant: TenantId, other_than: str) -> int:
-        """How many of the tenant's scopes, this one apart, have a transition that has not closed."""
-        return sum(
-            1
-            for (owner, scope), latest in self._by_scope.items()
-            if owner == tenant and scope != other_than and self._records[latest].outcome is None
-        )
+    def open_beside(self, tenant: TenantId, scope: str) -> int:
+        """How many other scopes of the tenant have an open transition; the scope's own would be overtaken."""
+        return sum(1 for other in self._tenants[tenant].open if other != scope)
 
     def learn(self, fact: dict[str, Any]) -> Transition | None:
         """Hand a fact to its record."""
-        if fact["transition"] is not None:
-            record = self._records.get(TransitionId(fact["transition"]))
-        else:
-            record = next(
-                (
-                    r
-                    for r in reversed(self._records.values())
-                    if (r.tenant, r.scope, r.old_epoch) == (fact.get("tenant"), fact.get("scope"), fact.get("epoch"))
-                ),
-                None,
-            )
+        record = self._about(fact)
         if record is not None:
             record.learn(fact)
+            known = self._tenants[record.tenant].open
+            if record.outcome is not None and known.get(record.scope) == record.id:
+                del known[record.scope]
         return record
+
+    def _about(self, fact: dict[str, Any]) -> Transition | None:
+        if fact["transition"] is not None:
+            transition = TransitionId(fact["transition"])
+            owner = self._owners.get(transition)
+            return None if owner is None else self._tenants[owner].by_id[transition]
+        told = (fact["scope"], fact["epoch"])
+        records = reversed(self._tenants[fact["tenant"]].by_id.values())
+        return next((record for record in records if (record.scope, record.old_epoch) == told), None)
 
 
 def _ms(ns: int) -> float:

@@ -127,7 +127,7 @@ def test_the_mapping_survives_the_death_of_its_owner_exactly(tmp_path: Path) -> 
         assert owner.wait(10) == -9
     with Authority.open(tmp_path, boot_id="boot-1") as authority:
         assert authority.resolve("default", "s").epoch == 10
-        assert [status.scope for status in authority.list("default")] == ["s"]
+        assert [status.scope for status in authority.page("default")] == ["s"]
         table = AuthorityTable.open(authority.table_path)
         assert sum(table.live_rows(slot) for slot in range(table.scopes_per_tenant)) == 0, "a dead server's ticket"
         table.close()

@@ -67,7 +67,7 @@ class Disk:
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Iterator[Authority]:
-    with open_authority(tmp_path, tenants=(T, "other"), scopes_per_tenant=4, rows=8) as authority:
+    with open_authority(tmp_path, tenants=(T, "other"), scopes_per_tenant=4, rows_per_tenant=8) as authority:
         yield authority
 
 
@@ -123,7 +123,7 @@ def test_a_tenant_that_is_not_configured_is_a_defect(authority: Authority) -> No
         with pytest.raises(InvariantViolation):
             call("stranger", "s")
     with pytest.raises(InvariantViolation):
-        authority.list("stranger")
+        authority.page("stranger")
 
 
 @pytest.mark.parametrize("tenants", [(), ("a", "a"), ("",), ("a\0b",)])
@@ -349,12 +349,26 @@ def test_a_list_names_every_scope_also_the_evicted(authority: Authority) -> None
     fill(authority, 20)
     authority.resolve(T, "c")
     authority.set_paused(T, "c", True)
-    named = {status.scope: status for status in authority.list(T)}
+    named = {status.scope: status for status in authority.page(T)}
     assert len(named) == 23
     assert named["a"] == ScopeStatus(tenant="default", scope="a", epoch=2)  # type: ignore[arg-type]
     assert named["b"].cancelled
     assert named["c"].paused
-    assert authority.list("other") == []
+    assert authority.page("other") == []
+
+
+def test_pages_follow_each_other_by_name_and_leave_the_table_as_it_is(authority: Authority) -> None:
+    names = [f"filler {number}" for number in range(20)] + ["Z", "é", "日本", "\U0001f600"]
+    for name in names:
+        authority.resolve(T, name)
+    kept = [name for name in names if held(authority, name)]
+    pages, after = [], ""
+    while page := authority.page(T, after=after, limit=7):
+        pages.append([status.scope for status in page])
+        after = page[-1].scope
+    assert [len(page) for page in pages] == [7, 7, 7, 3]
+    assert [name for page in pages for name in page] == sorted(names)
+    assert [name for name in names if held(authority, name)] == kept
 
 
 # -- idempotency
@@ -522,11 +536,32 @@ def test_another_configuration_keeps_the_epochs(tmp_path: Path) -> None:
         for transition in range(1, advances):
             authority.advance(tenant, "s", "*", transition)
     abandon(authority)
-    authority = open_authority(tmp_path, tenants=("b", "c", "a"), scopes_per_tenant=64, rows=16)
+    authority = open_authority(tmp_path, tenants=("b", "c", "a"), scopes_per_tenant=64, rows_per_tenant=16)
     assert [authority.resolve(tenant, "s").epoch for tenant in ("a", "b", "c")] == [3, 5, 1]
     abandon(authority)
     with open_authority(tmp_path, tenants=("a",)) as authority:
         assert authority.resolve("a", "s").epoch == 3
+
+
+def test_a_tenant_whose_number_of_scopes_changes_keeps_its_epochs(tmp_path: Path) -> None:
+    names = [f"s-{number}" for number in range(8)]
+    authority = open_authority(tmp_path, tenants=("a", "b"), scopes_per_tenant=(8, 2))
+    for name in names:
+        authority.resolve("a", name)
+        authority.advance("a", name, "*", 1)
+    abandon(authority)
+    for scopes in ((3, 16), (16, 1)):
+        authority = open_authority(tmp_path, tenants=("a", "b"), scopes_per_tenant=scopes)
+        for name in names:
+            authority.advance("a", name, "*", 2)
+        tickets = [authority.issue(authority.resolve("b", str(number))) for number in range(scopes[1])]
+        with pytest.raises(OverLimit):
+            authority.resolve("b", "one more")
+        for ticket in tickets:
+            authority.release(ticket)
+        abandon(authority)
+    with open_authority(tmp_path, tenants=("a", "b")) as authority:
+        assert [authority.resolve("a", name).epoch for name in names] == [4] * 8
 
 
 def test_tombstones_are_pruned_after_their_retention(tmp_path: Path) -> None:
@@ -534,9 +569,9 @@ def test_tombstones_are_pruned_after_their_retention(tmp_path: Path) -> None:
         authority.cancel(T, authority.resolve(T, "gone").scope)
         authority.resolve(T, "stays")
         authority.prune()
-        assert len(authority.list(T)) == 2
+        assert len(authority.page(T)) == 2
     with open_authority(tmp_path, boot_id="boot-2", tombstone_retention_s=-1) as authority:
-        assert [status.scope for status in authority.list(T)] == ["stays"]
+        assert [status.scope for status in authority.page(T)] == ["stays"]
         assert authority.resolve(T, "gone").epoch == 1
 
 
@@ -594,7 +629,7 @@ class CrashMachine(RuleBasedStateMachine):
         self.authority = self.open()
 
     def open(self) -> Authority:
-        authority = open_authority(self.state_dir, boot_id=str(self.boot), scopes_per_tenant=2, rows=2)
+        authority = open_authority(self.state_dir, boot_id=str(self.boot), scopes_per_tenant=2, rows_per_tenant=2)
         authority._record._db.execute("PRAGMA synchronous = OFF")  # `Disk` stands in for it
         return authority
 

@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def table(path: Path) -> Iterator[AuthorityTable]:
-    table = AuthorityTable.create(path, tenants=2, scopes_per_tenant=4, rows=6, on_evict=lambda *_: None)
+    table = AuthorityTable.create(path, tenants=2, scopes_per_tenant=4, rows=12, on_evict=lambda *_: None)
     yield table
     table.close()
 
@@ -32,7 +32,7 @@ def table(path: Path) -> Iterator[AuthorityTable]:
 def test_open_sees_what_create_wrote(path: Path, table: AuthorityTable) -> None:
     slot = table.insert(1, 5, 7)
     other = AuthorityTable.open(path)
-    assert (other.secret, other.tenants, other.scopes_per_tenant, other.rows) == (table.secret, 2, 4, 6)
+    assert (other.secret, other.tenants, other.scopes_per_tenant, other.rows) == (table.secret, 2, 4, 12)
     assert 0 <= table.secret < 2**63
     assert other.find(1, 5) == slot
     assert other.find(0, 5) is None
@@ -135,6 +135,50 @@ def test_rows_run_out_and_come_back_also_from_another_process(path: Path, table:
     assert table.live_rows(slot) == 0
     assert not any(map(table.holds, [*tickets, again]))
     other.close()
+
+
+def test_a_tenant_that_uses_up_its_rows_leaves_those_of_another(table: AuthorityTable) -> None:
+    mine, theirs = table.insert(0, 1, 1), table.insert(1, 1, 1)
+    for _ in range(6):
+        table.issue(mine, table.raw(mine))
+    with pytest.raises(OverLimit):
+        table.issue(mine, table.raw(mine))
+    tickets = [table.issue(theirs, table.raw(theirs)) for _ in range(6)]
+    table.release(tickets[0])
+    with pytest.raises(OverLimit):
+        table.issue(mine, table.raw(mine))
+    assert table.issue(theirs, table.raw(theirs)).row == tickets[0].row
+
+
+def test_a_tenant_fills_no_more_slots_than_it_was_given(path: Path) -> None:
+    table = AuthorityTable.create(path, tenants=3, scopes_per_tenant=4, used_scopes=(1, 4, 3), rows=3)
+    other = AuthorityTable.open(path)
+    for tenant, used in enumerate((1, 4, 3)):
+        slots = {table.insert(tenant, key, 1) for key in range(1, used + 1)}
+        assert slots == set(range(4 * tenant, 4 * tenant + used))
+        with pytest.raises(OverLimit):
+            table.insert(tenant, 9, 1)
+        assert {other.find(tenant, key) for key in range(1, used + 1)} == slots
+    assert other.used_scopes == (1, 4, 3)
+    for opened in (table, other):
+        opened.close()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"tenants": 0},
+        {"tenants": 257, "rows": 300},
+        {"tenants": 3, "rows": 2},
+        {"scopes_per_tenant": 0},
+        {"used_scopes": (0,)},
+        {"scopes_per_tenant": 4, "used_scopes": (5,)},
+        {"used_scopes": (4, 4)},
+    ],
+)
+def test_a_table_that_has_no_room_for_a_tenant_is_a_defect(path: Path, shape: dict[str, object]) -> None:
+    with pytest.raises(InvariantViolation):
+        AuthorityTable.create(path, **shape)  # type: ignore[arg-type]
 
 
 def test_a_worn_out_row_is_not_issued_again(table: AuthorityTable) -> None:

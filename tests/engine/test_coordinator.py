@@ -1695,6 +1695,19 @@ def test_status_counts_what_is_held(world: World) -> None:
     assert (status["pinned_blocks"], status["open_transitions"], status["scoped_requests"]) == (4, 1, 0)
 
 
+def test_status_shows_a_tenant_its_own_only(world: World) -> None:
+    scope = world.scope()
+    world.admit(scope, PROMPT)
+    world.schedule()
+    for change in (lambda: None, world.finish_step, scope.supersede):
+        change()
+        status = world.retire.told({"kind": "status"})
+        assert status is not None
+        assert any(status.values())
+        assert world.retire.told({"kind": "status", "tenant": TENANT}) == status
+        assert world.retire.told({"kind": "status", "tenant": "other"}) == dict.fromkeys(status, 0)
+
+
 def test_an_unknown_message_is_a_defect(world: World) -> None:
     with pytest.raises(InvariantViolation, match="unknown message"):
         world.retire.told({"kind": "nonsense"})

@@ -447,6 +447,29 @@ def test_each_configuration_without_guarantees_is_refused(field: str, value: obj
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("isolate", [True, False])
+def test_what_vllm_keeps_without_knowing_whose_it_is_is_refused_with_several_tenants(
+    monkeypatch: pytest.MonkeyPatch, isolate: bool
+) -> None:
+    from retire.core.types import TenantId
+    from retire.engine.configuration import check_tenants
+    from retire.tenants import Registry, Tenant
+
+    several = Registry([Tenant(TenantId(name)) for name in ("acme", "beta")], isolated=isolate)
+    text, images = (config(**{"model_config.is_multimodal_model": value}) for value in (False, True))
+    check_tenants(text, several)
+    check_tenants(images, Registry.single())
+    if isolate:
+        with pytest.raises(_seam.SeamError, match="multimodal"):
+            check_tenants(images, several)
+    else:
+        check_tenants(images, several)
+    monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
+    check_tenants(text, Registry.single())
+    with pytest.raises(_seam.SeamError, match="RESPONSES_API_STORE"):
+        check_tenants(text, several)
+
+
 def test_several_api_processes_are_refused() -> None:
     from retire.engine.configuration import refusals
 

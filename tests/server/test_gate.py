@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+from pathlib import Path
 
 import pytest
 
+from retire.core.types import TenantId
 from retire.server.gate import Gate
-from retire.tenants import Registry
+from retire.tenants import Registry, Tenant, asking
 
 KEY = "sk-right"
+ONE = Registry.single([KEY, "sk-other"])
+TWO = Registry(
+    [Tenant(TenantId(name), frozenset([hashlib.sha256(f"sk-{name}".encode()).digest()])) for name in ("acme", "beta")],
+    path=Path("tenants.toml"),
+)
 BODY = json.dumps({"scope": "s", "expected_epoch": 1}).encode()
 
 
@@ -21,7 +29,7 @@ class Behind:
         self.reached = []
 
     async def __call__(self, scope, _receive, send):
-        self.reached.append((scope["type"], scope.get("path"), scope.get("retire.tenant")))
+        self.reached.append((scope["type"], scope.get("path"), asking.get()))
         if scope["type"] == "http":
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"{}"})
@@ -31,10 +39,14 @@ def untouchable():
     raise AssertionError("authority must not be looked at")
 
 
-def through(method, path, headers=(), body=b"", *, kind="http", root_path=""):
+def no_cors(app):
+    return app
+
+
+def through(method, path, headers=(), body=b"", *, kind="http", root_path="", tenants=ONE):
     """Send one request at a gate with a key; gives what came back and who was reached."""
     behind, sent = Behind(), []
-    gate = Gate(behind, untouchable, lambda: Registry.of_keys([KEY, "sk-other"]))
+    gate = Gate(behind, untouchable, lambda: tenants, no_cors)
     incoming = [{"type": "http.request" if kind == "http" else "websocket.connect", "body": body, "more_body": False}]
 
     async def receive():
@@ -125,6 +137,41 @@ def test_a_scope_on_a_websocket_never_reaches_the_application():
     assert not reached
     assert [message["type"] for message in sent] == ["websocket.close"]
     assert through("GET", "/v1/realtime", kind="websocket")[1], "without a scope it is none of our business"
+
+
+# -- with a tenants file -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/chat/completions", "/invocations", "/tokenize", "/health/", "//v1"]
+)
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_every_route_asks_for_a_key_and_whoever_has_one_is_known_behind_it(path, kind):
+    for headers in ([], [bearer()], [bearer("acme")]):
+        sent, reached = through("POST", path, headers, b"{}", kind=kind, tenants=TWO)
+        assert sent[0].get("status", sent[0].get("code")) == (401 if kind == "http" else 1008)
+        assert not reached
+    for name in ("acme", "beta"):
+        _, reached = through("POST", path, [bearer(f"sk-{name}")], b"{}", kind=kind, tenants=TWO)
+        assert reached == [(kind, path, name)]
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/docs"])
+def test_what_shows_nothing_of_anybody_needs_no_key_and_is_nobodys(path):
+    for headers in ([], [bearer("sk-acme")]):
+        assert through("GET", path, headers, tenants=TWO)[1] == [("http", path, None)]
+
+
+def test_a_request_does_not_take_over_the_tenant_of_the_one_before_it():
+    """uvicorn starts the task of a pipelined request within the task of its predecessor."""
+    asking.set(TenantId("acme"))
+    try:
+        assert through("GET", "/health", tenants=TWO)[1] == [("http", "/health", None)]
+        assert through("GET", "/v1/models", [bearer("sk-beta")], tenants=TWO)[1] == [("http", "/v1/models", "beta")]
+        assert through("POST", "/v1/embeddings")[1] == [("http", "/v1/embeddings", None)]
+        assert through("GET", "/v1/realtime", kind="websocket")[1] == [("websocket", "/v1/realtime", None)]
+    finally:
+        asking.set(None)
 
 
 def test_a_lifespan_passes():

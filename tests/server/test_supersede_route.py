@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.conftest import all_scopes
 from tests.server.wire import (
     CHAT,
     COMPLETIONS,
@@ -383,7 +384,7 @@ def test_a_transition_that_no_successor_follows_is_reclaimed_when_its_pins_expir
 
 def test_scopes_are_listed_with_what_runs_in_them(server, scope):
     with talking(server.url, scope):
-        (found,) = [s for s in http.get(server.url + "/scopes").json()["scopes"] if s["scope"] == scope]
+        (found,) = [known for known in all_scopes(server) if known["scope"] == scope]
         assert found == scope_info(server.url, scope)
         assert found == {
             "scope": scope,
