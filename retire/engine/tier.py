@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from retire import seal
 from retire.authority import home
 from retire.core.types import KVGroup, RequestId
 from retire.engine.tier_scheduler import Tier
@@ -40,7 +39,6 @@ class RetireTier(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = CacheHitSource.HOST
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        seal.require()
         super().__init__(vllm_config, role, kv_cache_config)
         self._reports: Reports | None = None
         if role == KVConnectorRole.SCHEDULER:
