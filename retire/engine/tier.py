@@ -135,9 +135,10 @@ class RetireTier(KVConnectorBase_V1, SupportsHMA):
         return self._reports
 
     def shutdown(self) -> None:
-        """End the transfer thread."""
-        if self.role == KVConnectorRole.WORKER:
-            self.worker.close()
+        """End the transfer thread, if start-up came that far."""
+        worker: TierWorker | None = getattr(self, "worker", None)
+        if worker is not None:
+            worker.close()
 
 
 def page_bytes(kv_cache_config: Any) -> tuple[int, ...]:
