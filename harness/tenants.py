@@ -37,11 +37,11 @@ from harness.workload import bearer, diverging, fresh_salt, fresh_scope, passage
 QUANTUM = 512
 A_KEY, B_KEY, Z_KEY = "key-of-a", "key-of-b", "key-of-z"
 FILE = f"""
-[tenant.a]
+[tenants.a]
 keys = ["{A_KEY}"]
-[tenant.b]
+[tenants.b]
 keys = ["{B_KEY}"]
-[tenant.z]
+[tenants.z]
 keys = ["{Z_KEY}"]
 pin_blocks = 0
 """
