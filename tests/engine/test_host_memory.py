@@ -102,6 +102,7 @@ def test_pages_come_back_into_other_blocks_after_the_pool_has_turned_over(server
     assert record["certificate"]["tier"] == "dram"
     assert "restored" in record["stages"]
     assert answer == clean_run(server.url, new, SHARED)
+    assert said(server.url, completion(new), **{"X-Retire-Scope": scope}) == answer, "what was restored is published"
     after = tier(server)
     assert after["restored_pages"] > before["restored_pages"]
     assert (after["host_bytes"], after["transfers"]) == (0, 0)
