@@ -76,6 +76,7 @@ class Registry:
 
     def __init__(self, tenants: Iterable[Tenant], *, isolated: bool = False, path: Path | None = None) -> None:
         self._tenants = {tenant.id: tenant for tenant in tenants}
+        self._digests = [(digest, tenant.id) for tenant in self._tenants.values() for digest in tenant.key_digests]
         self.isolated = isolated
         self.path = path
 
@@ -138,12 +139,11 @@ class Registry:
         Raises:
             Unauthorized: keys are configured and this is none of them.
         """
-        digests = [(digest, tenant.id) for tenant in self._tenants.values() for digest in tenant.key_digests]
-        if not digests:
+        if not self._digests:
             return DEFAULT
         scheme, _, key = (authorization or "").partition(" ")
         given, found = _digest(key), None
-        for digest, tenant in digests:  # every one of them, so that time tells nothing
+        for digest, tenant in self._digests:  # every one of them, so that time tells nothing
             if secrets.compare_digest(given, digest):
                 found = tenant
         if scheme.lower() != "bearer" or found is None:

@@ -30,6 +30,7 @@ from retire.core.types import (
     HostRef,
     Inherit,
     Outcome,
+    PageRef,
     Refusal,
     RequestId,
     ScopeId,
@@ -283,8 +284,8 @@ class Coordinator:
             grid_tokens=TokenCount(min(tracked.grid_tokens, frontier)),
         )
 
-    def told(self, event: dict[str, Any]) -> dict[str, int] | None:
-        """A message of the API process, which has already changed the table; "status" and "tier" are answered."""
+    def told(self, event: dict[str, Any]) -> dict[str, dict[str, int]] | None:
+        """A message of the API process, which has already changed the table; "status" is answered, for its tenant."""
         key = (TenantId(event.get("tenant", "")), ScopeId(event.get("scope", "")))
         match event["kind"]:
             case "advanced":
@@ -293,15 +294,15 @@ class Coordinator:
                 self._cancelled(key)
             case "abandoned":
                 self._abandoned(key, TransitionId(event["transition"]))
-            case "wake" | "status" | "tier":
+            case "wake" | "status":
                 pass
             case kind:
                 raise InvariantViolation(f"unknown message {kind}")
         self.sweep()
         self._collect(key)
-        if event["kind"] == "status":
-            return self.leftovers(event.get("tenant"))
-        return self._keeper.counters() if event["kind"] == "tier" else None
+        if event["kind"] != "status":
+            return None
+        return {"engine": self.leftovers(event.get("tenant")), "tier": self._keeper.counters()}
 
     def _cancelled(self, key: ScopeKey) -> None:
         if key in self._states and not self._states[key].cancelled:
@@ -370,8 +371,11 @@ class Coordinator:
     def _expire(self) -> None:
         """Fed for as long as the transition is open: what closes after the deadline must not stay pinned either."""
         now = self._clock_ns()
-        for transition in [t for t, due in self._expiry_ns.items() if now >= due]:
-            self._give_up(transition, happened.PinsExpired(transition))
+        due = {transition for transition, at_ns in self._expiry_ns.items() if now >= at_ns}
+        for key in list(self._states) if due else ():
+            transition = self._states[key].transition
+            if transition is not None and transition.id in due:
+                self._feed(key, happened.PinsExpired(transition.id))
 
     def revoke_certificates(self) -> None:
         """Weights, adapters or the cache are about to change: nothing written so far may be inherited."""
@@ -392,12 +396,13 @@ class Coordinator:
     def offloaded(self, source: RequestId, host: tuple[tuple[HostRef | None, ...], ...] | None) -> None:
         """A copy to host memory is over; None: there is none."""
         key = self._copying.pop(source)
-        state = self._states.get(key)
-        wanted = state is not None and state.transition is not None and source in state.transition.copying
-        self._keeper.copied(source, wanted=wanted)
-        if wanted:
-            self._report(None if state is None or state.transition is None else state.transition.id, "offloaded")
-            self._feed(key, happened.PagesOffloaded(source, host))
+        transition = self._states[key].transition if key in self._states else None
+        if transition is None or source not in transition.copying:
+            self._keeper.copied(source, wanted=False)
+            return
+        self._keeper.copied(source, wanted=True)
+        self._report(transition.id, "offloaded")
+        self._feed(key, happened.PagesOffloaded(source, host))
 
     def restored(self, target: RequestId, refusal: Refusal | None) -> None:
         """The target's pages are in its blocks, verified; or they never will be."""
@@ -437,12 +442,6 @@ class Coordinator:
             finally:
                 self._feeding = False
 
-    def _give_up(self, transition: TransitionId, event: happened.Event) -> None:
-        for key, state in self._states.items():
-            if state.transition is not None and state.transition.id == transition:
-                self._feed(key, event)
-                return
-
     def _collect(self, key: ScopeKey) -> None:
         """A scope with nothing live and nothing open needs no memory here: the table knows its epoch."""
         state = self._states.get(key)
@@ -458,7 +457,7 @@ class Coordinator:
                 for rid in requests:
                     self._withdraw(rid)
             case do.InstallCertificate(certificate):
-                self._install(certificate)
+                self._install(certificate, current)
             case do.StartCold(rid, refusal):
                 self._start_cold(rid, refusal, current)
             case do.StartFresh(rid):
@@ -491,15 +490,14 @@ class Coordinator:
         self._held.discard(rid)
         self._report(current.id if current else None, "refused", request=rid, refusal=refusal.value)
 
-    def _install(self, certificate: Certificate) -> None:
+    def _install(self, certificate: Certificate, current: Transition | None) -> None:
+        assert current is not None, "a certificate belongs to an open transition"
         target = certificate.target
         tracked = self._requests[target]
         self._withdraw(target)
         self._keeper.install(certificate, tracked.tag.ticket)
         self.certificates[target] = certificate
-        state = self._states[(certificate.tenant, certificate.scope)]
-        assert state.transition is not None, "a certificate belongs to an open transition"
-        if state.transition.contract.equivalence is Equivalence.EXACT:
+        if current.contract.equivalence is Equivalence.EXACT:
             self._run_exact(target)
             tracked.grid_tokens = certificate.tokens
         self._held.discard(target)
@@ -590,22 +588,21 @@ class _Orphan:
 
 def _described(certificate: Certificate) -> dict[str, Any]:
     """A certificate as facts show it: device blocks and generations, or slots of host memory."""
-    named = [
-        [
-            (page.block, page.generation) if isinstance(page, BlockRef) else (page.slot, None) if page else None
-            for page in g
-        ]
-        for g in certificate.groups
-    ]
     return {
         "tokens": certificate.tokens,
         "source": certificate.source,
         "target": certificate.target,
         "fingerprint": certificate.fingerprint,
         "tier": certificate.tier.value,
-        "blocks": [[page and page[0] for page in group] for group in named],
-        "generations": [[page and page[1] for page in group] for group in named],
+        "blocks": [[_number(page) for page in group] for group in certificate.groups],
+        "generations": [
+            [page.generation if isinstance(page, BlockRef) else None for page in group] for group in certificate.groups
+        ],
     }
+
+
+def _number(page: PageRef) -> int | None:
+    return page.block if isinstance(page, BlockRef) else page.slot if page is not None else None
 
 
 def contract_of(values: dict[str, Any]) -> Contract:

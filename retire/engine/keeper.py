@@ -8,12 +8,11 @@ Strategy: a holding is pinned once when it is offered and released once; its cop
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from retire.core.certificate import Geometry, boundary, promised
 from retire.core.errors import InvariantViolation
 from retire.core.types import (
-    BlockRef,
     Certificate,
     Contract,
     Equivalence,
@@ -21,39 +20,12 @@ from retire.core.types import (
     Inherit,
     Refusal,
     RequestId,
-    TenantId,
     Ticket,
     Tier,
     TokenCount,
 )
+from retire.engine.tier_scheduler import Tier as HostTier
 from retire.kv.ownership import Ownership
-
-
-class HostTier(Protocol):
-    """What is asked of host memory (`retire.engine.tier`)."""
-
-    def offload(
-        self, source: RequestId, tenant: TenantId, groups: tuple[tuple[BlockRef | None, ...], ...], expires_ns: int
-    ) -> bool:
-        """Begin to copy these blocks, which the caller holds until it is told.  False: no room, nothing begins."""
-
-    def drop(self, source: RequestId) -> None:
-        """The copy is not wanted any more; unknown sources are none."""
-
-    def prolong(self, source: RequestId, expires_ns: int) -> None:
-        """The copy is wanted until then, if that is later."""
-
-    def expect(self, target: RequestId, ticket: Ticket, certificate: Certificate) -> None:
-        """The target restores these pages when it is scheduled."""
-
-    def withdraw(self, target: RequestId) -> None:
-        """The target does not, after all; a restore that has begun ends as failed."""
-
-    def cancel_all(self) -> None:
-        """Nothing that was copied so far may come back."""
-
-    def counters(self) -> dict[str, int]:
-        """What it holds and has done."""
 
 
 class Keeper:

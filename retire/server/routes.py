@@ -180,13 +180,12 @@ async def status(request: Request) -> Any:
     """The seal of every process, the stated backlog, and what the engine holds for the tenant's scopes."""
     service = _service(request)
     try:
-        engine, tier = await service.engine_status(asker()), await service.engine_status(asker(), "tier")
+        held = await service.engine_status(asker())
     except EngineError as error:
         return error_response(error)
     return {
         "seal": seal.require().as_dict(),
         "state_dir": str(service.settings.state_dir),
         "stated_backlog": service.stated_backlog(),
-        "engine": engine,
-        "tier": tier,
+        **held,
     }

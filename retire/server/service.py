@@ -309,10 +309,12 @@ class Service:
         """
         return {"frames_in_transport": 1, "bytes_in_send_buffer": 2 * self.settings.backlog_bytes}
 
-    async def engine_status(self, tenant: TenantId, kind: Literal["status", "tier"] = "status") -> dict[str, int]:
-        """What the engine holds for the tenant's scopes right now, or what the tier in host memory has done for all."""
+    async def engine_status(self, tenant: TenantId) -> dict[str, dict[str, int]]:
+        """`engine`: what it holds for the tenant's scopes right now; `tier`: what host memory holds and has done."""
         try:
-            status: dict[str, int] = await self._call_engine("retire_event", {"kind": kind, "tenant": tenant})
+            status: dict[str, dict[str, int]] = await self._call_engine(
+                "retire_event", {"kind": "status", "tenant": tenant}
+            )
         except Exception as error:
             raise EngineError(f"the engine does not answer: {error}") from error
         return status

@@ -12,7 +12,7 @@ import pytest
 from harness.client import Streaming
 from harness.faults import EXTENSION
 from harness.server import Server
-from tests.conftest import TINY_FLAGS, leak_checked, served
+from tests.conftest import TINY_FLAGS, leak_checked, leftovers, served
 from tests.support import (
     TIMEOUT_S,
     clean_run,
@@ -52,11 +52,6 @@ def tier(server: Server) -> dict[str, int]:
     return found
 
 
-def held(server: Server) -> dict[str, int]:
-    found: dict[str, int] = httpx.get(f"{server.url}/retire/status", timeout=TIMEOUT_S).json()["engine"]
-    return found
-
-
 def superseded(server: Server, scope: str, ids: list[int], epoch: int = 1, **retain: Any) -> str:
     """Supersede a predecessor that decodes; returns where the record is."""
     talking = Streaming(server.url, completion(ids, 3000), {"X-Retire-Scope": scope})
@@ -93,7 +88,7 @@ def test_pages_come_back_into_other_blocks_after_the_pool_has_turned_over(server
     ids = text_ids(server.url, OLD, 1)
     location = superseded(server, scope, ids)
     offloaded(server, location)
-    assert held(server)["pinned_blocks"] == 0, "the device has its blocks back"
+    assert leftovers(server)["pinned_blocks"] == 0, "the device has its blocks back"
     turn_the_pool_over(server)
     new = successor_of(ids, server, 2)
     answer = said(server.url, completion(new), **{"X-Retire-Scope": scope})
@@ -137,11 +132,11 @@ def test_a_cache_reset_and_a_weight_update_revoke_certificates_and_succeed(
 ) -> None:
     ids = text_ids(server.url, OLD, 21)
     location = superseded(server, scope, ids, tier="hbm")
-    assert held(server)["pinned_blocks"] > 0
+    assert leftovers(server)["pinned_blocks"] > 0
     body = {"method": "reload_weights"} if path == "/collective_rpc" else None
     answer = httpx.post(server.url + path, json=body, timeout=TIMEOUT_S)
     assert answer.status_code == 200, answer.text
-    assert held(server)["pinned_blocks"] == 0
+    assert leftovers(server)["pinned_blocks"] == 0
     new = successor_of(ids, server, 22)
     said(server.url, completion(new), **{"X-Retire-Scope": scope})
     record = record_of(server.url, location)
