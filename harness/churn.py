@@ -118,13 +118,12 @@ class _Arm:
     def __init__(self, url: str, model: str) -> None:
         self._url, self._model = url, model
         self.checks: dict[str, bool] = {}
-        self._shared: list[int] = []
-        self._prompt: list[int] = []
+        self._headers: dict[str, str] = {}
+        self._shared = passage(url, model, SHARED, seed=0)
+        self._prompt = self._next_prompt(0)
 
     def begin(self) -> None:
         """The first predecessor runs."""
-        self._shared = passage(self._url, self._model, SHARED, seed=0)
-        self._prompt = self._next_prompt(0)
         self._send(self._prompt).wait()
 
     def end(self) -> dict[str, bool]:
@@ -138,10 +137,10 @@ class _Arm:
     def _next_prompt(self, seed: int) -> list[int]:
         return self._shared + passage(self._url, self._model, TOTAL - SHARED - ANSWER_TOKENS, seed=100_000 + seed)
 
-    def _send(self, ids: list[int], headers: Mapping[str, str] | None = None, salt: str | None = None) -> Streaming:
+    def _send(self, ids: list[int], salt: str | None = None) -> Streaming:
         asked = {"return_token_ids": True, "stream_options": {"include_usage": True}}
         salted = asked if salt is None else {**asked, "cache_salt": salt}
-        return Streaming(self._url, completion(self._model, ids, ANSWER_TOKENS, **salted), headers)
+        return Streaming(self._url, completion(self._model, ids, ANSWER_TOKENS, **salted), self._headers)
 
     def _other_work(self, point: _Point) -> None:
         count = round(point.share * POOL_BLOCKS * BLOCK / CHURN_TOKENS)
@@ -199,34 +198,28 @@ class _Retained(_Arm):
         self._usage = session.pool_usage()
         self._tier = tier
         self._scope, self._epoch = fresh_scope(), 1
+        self._headers = {"X-Retire-Scope": self._scope}
         self._blocks: list[int | None] = []
-
-    def begin(self) -> None:
-        self._shared = passage(self._url, self._model, SHARED, seed=0)
-        self._prompt = self._next_prompt(0)
-        self._send(self._prompt, {"X-Retire-Scope": self._scope}).wait()
 
     def measure(self, point: _Point) -> dict[str, dict[str, float]]:
         new = self._next_prompt(point.seed)
-        moved = self._counters()
+        moved = self._session.tier()
         switched = time.monotonic()
         location = self._supersede()
         self._other_work(point)
         started = time.monotonic()
-        found = self._answered(point, self._send(new, {"X-Retire-Scope": self._scope}).wait(), started, switched)
+        found = self._answered(point, self._send(new).wait(), started, switched)
+        before = self._blocks
         record = self._inherited(point, location)
-        after = self._counters()
+        after = self._session.tier()
         if self._tier == "dram":
-            adopted = (record["adopted_blocks"] or [[]])[0]
-            moved_elsewhere = sum(a != b for a, b in zip(adopted, self._blocks, strict=False))
+            moved_elsewhere = sum(a != b for a, b in zip(self._blocks, before, strict=False))
             found |= {
                 "blocks_returned": float(after["offloaded_pages"] - moved["offloaded_pages"]),
                 "blocks_republished": float(after["restored_pages"] - moved["restored_pages"]),
                 "slots_remapped": float(moved_elsewhere),
             }
             self._check(point, "the_devices_blocks_were_given_back", "offloaded" in record["stages"])
-        self._blocks = (record["adopted_blocks"] or [[]])[0]
-        self._prompt = new
         measured = {self._tier: found}
         if self._tier == "hbm":
             measured["limit"] = self._unpressured(point)
@@ -249,24 +242,19 @@ class _Retained(_Arm):
         new = self._next_prompt(50_000 + point.seed)
         location = self._supersede()
         started = time.monotonic()
-        reply = self._send(new, {"X-Retire-Scope": self._scope}).wait()
-        record = self._inherited(point, location)
-        self._blocks = (record["adopted_blocks"] or [[]])[0]
-        self._prompt = new
+        reply = self._send(new).wait()
+        self._inherited(point, location)
         return {
             "recovery_ms": (reply.first_token_at - started) * 1000,
             "reused_tokens": float(reply.cached_tokens or 0),
         }
 
     def _inherited(self, point: _Point, location: str) -> dict[str, Any]:
+        """The transition's record; its successor's blocks are what the next one may adopt."""
         record = record_of(self._url, location)
+        self._blocks = (record["adopted_blocks"] or [[]])[0]
         self._check(point, "certified_tokens_are_constant", record["inherited_tokens"] == SHARED)
         return record
-
-    def _counters(self) -> dict[str, int]:
-        status = httpx.get(f"{self._url}/retire/status", timeout=TIMEOUT_S).raise_for_status().json()
-        found: dict[str, int] = status["tier"]
-        return found
 
 
 def _start(stack: ExitStack, model: str) -> list[_Arm]:

@@ -58,6 +58,11 @@ class Session:
         held: dict[str, int] = self._status()["engine"]
         return held
 
+    def tier(self) -> dict[str, int]:
+        """What host memory holds and has done."""
+        found: dict[str, int] = self._status()["tier"]
+        return found
+
     def pool_usage(self) -> float:
         """The share of KV blocks that somebody references, after a step that nobody else was in."""
         complete(self.url, completion(self.model, [1], 1), **bearer(self.key))  # vLLM counts at the end of a step

@@ -548,6 +548,15 @@ PROMPT = list(range(100, 140))  # ten blocks
 REVISED = [*PROMPT[:30], *range(500, 520)]  # shares seven full blocks
 
 
+def superseded_after_two_steps(world: World) -> tuple[FakeScope, str]:
+    """A predecessor of which 32 tokens are written; the scope, and the transition that waits for a successor."""
+    scope = world.scope()
+    world.admit(scope, PROMPT)
+    world.step()
+    world.step()
+    return scope, scope.supersede()
+
+
 # -- the ordinary course ----------------------------------------------------------------------------------------------
 
 
@@ -1397,11 +1406,7 @@ def test_an_adoption_of_too_few_blocks_is_a_defect(tmp_path: Path) -> None:
 
 def test_guaranteed_pins_outlast_ordinary_work_that_wants_the_whole_pool(tmp_path: Path) -> None:
     with world_in(tmp_path, blocks=17) as world:
-        scope = world.scope()
-        world.admit(scope, PROMPT)
-        world.step()
-        world.step()
-        transition = scope.supersede()
+        scope, transition = superseded_after_two_steps(world)
         assert world.ownership.pinned_blocks() == 8
         big, small = world.admit(None, [4] * 44), world.admit(None, [5] * 20)
         for _ in range(20):
@@ -1418,11 +1423,7 @@ def test_guaranteed_pins_outlast_ordinary_work_that_wants_the_whole_pool(tmp_pat
 
 def test_what_no_pin_guarantees_lasts_until_ordinary_work_needs_it(tmp_path: Path) -> None:
     with world_in(tmp_path, blocks=17, quota=Quota(2)) as world:
-        scope = world.scope()
-        world.admit(scope, PROMPT)
-        world.step()
-        world.step()
-        transition = scope.supersede()
+        scope, transition = superseded_after_two_steps(world)
         assert world.ownership.pinned_blocks() == 2
         big = world.admit(None, [4] * 44)
         world.run(until=big)
@@ -1434,11 +1435,7 @@ def test_what_no_pin_guarantees_lasts_until_ordinary_work_needs_it(tmp_path: Pat
 
 def test_what_no_pin_guarantees_is_inherited_whole_when_nobody_needed_it(tmp_path: Path) -> None:
     with world_in(tmp_path, quota=Quota(2)) as world:
-        scope = world.scope()
-        world.admit(scope, PROMPT)
-        world.step()
-        world.step()
-        scope.supersede()
+        scope, _ = superseded_after_two_steps(world)
         new = world.admit(scope, REVISED)
         world.run()
         assert world.started_at[new] == 28
@@ -1447,11 +1444,7 @@ def test_what_no_pin_guarantees_is_inherited_whole_when_nobody_needed_it(tmp_pat
 def test_blocks_reused_between_certificate_and_installation_shorten_it(tmp_path: Path) -> None:
     """The successor waits, the pool turns over, and ALIGN is asked again."""
     with world_in(tmp_path, blocks=17, quota=Quota(2)) as world:
-        scope = world.scope()
-        world.admit(scope, PROMPT)
-        world.step()
-        world.step()
-        transition = scope.supersede()
+        scope, transition = superseded_after_two_steps(world)
         new = world.admit(scope, REVISED)
         assert world.one("certificate", transition)["tokens"] == 28
         world.waiting.remove(new)
@@ -1467,11 +1460,7 @@ def test_blocks_reused_between_certificate_and_installation_shorten_it(tmp_path:
 @pytest.mark.parametrize("quota", [Quota(0), Quota(4, beyond=False)])
 def test_over_quota_the_successor_is_cold_by_name_and_reads_nothing(tmp_path: Path, quota: Quota) -> None:
     with world_in(tmp_path, quota=quota) as world:
-        scope = world.scope()
-        world.admit(scope, PROMPT)
-        world.step()
-        world.step()
-        scope.supersede()
+        scope, _ = superseded_after_two_steps(world)
         assert world.ownership.pinned_blocks() == 0
         new = world.admit(scope, REVISED)
         world.run()
@@ -1609,11 +1598,7 @@ def test_accepted_drafts_do_not_end_publication(world: World) -> None:
 
 def test_two_groups_inherit_at_a_common_boundary(tmp_path: Path) -> None:
     with world_in(tmp_path, groups=HYBRID) as world:
-        scope = world.scope()
-        world.admit(scope, PROMPT)
-        world.step()
-        world.step()
-        transition = scope.supersede()
+        scope, transition = superseded_after_two_steps(world)
         new = world.admit(scope, PROMPT)
         world.run()
         certificate = world.one("certificate")

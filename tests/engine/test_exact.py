@@ -45,6 +45,18 @@ def cold(url: str, ids: list[int]) -> tuple[str, list[float]]:
     return bits(complete(url, ask(ids, cache_salt=fresh_salt())))
 
 
+def superseding(url: str, scope: str, epoch: int, ids: list[int]) -> tuple[tuple[str, list[float]], dict[str, Any]]:
+    """What the successor of `epoch` says, and the record."""
+    answer = httpx.post(
+        f"{url}/v1/completions",
+        json=ask(ids),
+        headers={"X-Retire-Scope": scope, "X-Retire-Supersedes": str(epoch), "X-Retire-Contract": EXACT},
+        timeout=TIMEOUT_S,
+    )
+    assert answer.status_code == 200, answer.text
+    return bits(answer.json()), record_of(url, answer.headers["location"])
+
+
 def handed_over(
     url: str, scope: str, old: list[int], new: list[int], *, first_exact: bool = True
 ) -> tuple[tuple[str, list[float]], dict[str, Any]]:
@@ -52,15 +64,9 @@ def handed_over(
     headers = {"X-Retire-Scope": scope} | ({"X-Retire-Equivalence": "exact"} if first_exact else {})
     talking = Streaming(url, completion(old, 4000), headers)
     talking.wait_for_text(2)
-    answer = httpx.post(
-        f"{url}/v1/completions",
-        json=ask(new),
-        headers={"X-Retire-Scope": scope, "X-Retire-Supersedes": "1", "X-Retire-Contract": EXACT},
-        timeout=TIMEOUT_S,
-    )
-    assert answer.status_code == 200, answer.text
+    found = superseding(url, scope, 1, new)
     talking.wait()
-    return bits(answer.json()), record_of(url, answer.headers["location"])
+    return found
 
 
 @pytest.mark.parametrize("shared", [3 * GRID, 3 * GRID - 1, 2 * GRID + 100])
@@ -108,15 +114,9 @@ def test_the_chain_of_versions_stays_exact(server: Server, scope: str) -> None:
     second = [*first[:1100], *text_ids(server.url, 900, 28)]
     handed_over(server.url, scope, first, second)
     third = [*second[:1700], *text_ids(server.url, 100, 29)]
-    answer = httpx.post(
-        f"{server.url}/v1/completions",
-        json=ask(third),
-        headers={"X-Retire-Scope": scope, "X-Retire-Supersedes": "2", "X-Retire-Contract": EXACT},
-        timeout=TIMEOUT_S,
-    )
-    record = record_of(server.url, answer.headers["location"])
+    said, record = superseding(server.url, scope, 2, third)
     assert (record["outcome"], record["inherited_tokens"]) == ("inherited", 3 * GRID)
-    assert bits(answer.json()) == cold(server.url, third)
+    assert said == cold(server.url, third)
 
 
 def test_exact_requests_and_others_take_turns(server: Server, scope: str) -> None:
