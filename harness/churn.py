@@ -34,9 +34,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
-from harness.client import TIMEOUT_S, Reply, Streaming
+from harness.client import TIMEOUT_S, Reply, Streaming, http
 from harness.experiment import Cell, Result, Target, figures
 from harness.server import Server
 from harness.session import FLAGS, Session, note
@@ -226,14 +224,14 @@ class _Retained(_Arm):
         return measured
 
     def end(self) -> dict[str, bool]:
-        httpx.delete(f"{self._url}/scopes/{self._scope}", timeout=TIMEOUT_S).raise_for_status()
+        http.delete(f"{self._url}/scopes/{self._scope}", timeout=TIMEOUT_S).raise_for_status()
         self._session.check_rest(self._usage)
         return {**self.checks, **self._session.checks}
 
     def _supersede(self) -> str:
         contract = {"keep_prefix": SHARED, "retain": {"tier": self._tier, "ttl_s": RETAIN_S}}
         body = {"scope": self._scope, "expected_epoch": self._epoch, "contract": contract}
-        answer = httpx.post(f"{self._url}/supersede", json=body, timeout=TIMEOUT_S).raise_for_status()
+        answer = http.post(f"{self._url}/supersede", json=body, timeout=TIMEOUT_S).raise_for_status()
         self._epoch += 1
         return str(answer.headers["location"])
 

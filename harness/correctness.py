@@ -36,9 +36,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-import httpx
-
-from harness.client import TIMEOUT_S, Reply, Streaming
+from harness.client import TIMEOUT_S, Reply, Streaming, http
 from harness.experiment import Cell, Result, Target
 from harness.faults import EXTENSION
 from harness.session import Session, note, serving
@@ -342,7 +340,7 @@ class _FaultTrial:
         raise TimeoutError(f"no certificate was issued: {self._record(location)}")
 
     def _record(self, location: str) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(self._session.url + location, timeout=TIMEOUT_S).raise_for_status().json()
+        found: dict[str, Any] = http.get(self._session.url + location, timeout=TIMEOUT_S).raise_for_status().json()
         return found
 
     def _rpc(self, method: str, blocks: list[int]) -> str:
@@ -351,7 +349,7 @@ class _FaultTrial:
         return digest
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        answer = httpx.post(self._session.url + path, json=body, timeout=TIMEOUT_S).raise_for_status()
+        answer = http.post(self._session.url + path, json=body, timeout=TIMEOUT_S).raise_for_status()
         found: dict[str, Any] = answer.json()
         return found
 

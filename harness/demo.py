@@ -19,9 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from harness.client import TIMEOUT_S, Reply, Streaming
+from harness.client import TIMEOUT_S, Reply, Streaming, http
 from harness.server import Server
 from harness.workload import PATIENCE_S, prefill_s, record_of
 from retire import models
@@ -59,7 +57,7 @@ class Story:
         return source[:low]
 
     def _count(self, text: str) -> int:
-        answer = httpx.post(f"{self.url}/tokenize", json={"model": MODEL, "prompt": text}, timeout=TIMEOUT_S)
+        answer = http.post(f"{self.url}/tokenize", json={"model": MODEL, "prompt": text}, timeout=TIMEOUT_S)
         count: int = answer.json()["count"]
         return count
 
@@ -73,7 +71,7 @@ class Story:
     def tokens(self, plan: str) -> list[int]:
         """The request's prompt as token ids."""
         ask = {"model": MODEL, "messages": self.body(plan)["messages"], "add_generation_prompt": True}
-        ids: list[int] = httpx.post(f"{self.url}/tokenize", json=ask, timeout=TIMEOUT_S).json()["tokens"]
+        ids: list[int] = http.post(f"{self.url}/tokenize", json=ask, timeout=TIMEOUT_S).json()["tokens"]
         return ids
 
     def prefill(self, ids: list[int], salt: str) -> None:
@@ -86,7 +84,7 @@ class Story:
 
     def _engine_answers_ms(self) -> float:
         started = time.monotonic()
-        httpx.get(f"{self.url}/retire/status", timeout=TIMEOUT_S).raise_for_status()
+        http.get(f"{self.url}/retire/status", timeout=TIMEOUT_S).raise_for_status()
         return (time.monotonic() - started) * 1000
 
     def wait_for_quantum(self, number: int, idle_ms: float) -> None:

@@ -20,6 +20,8 @@ from typing import Self
 
 import httpx
 
+from harness.client import http
+
 START_TIMEOUT_S = 300.0
 
 
@@ -109,7 +111,7 @@ class Server:
             if self._process.poll() is not None:
                 raise ServerFailed(self.log_tail())
             try:
-                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
+                if http.get(f"{self.url}/health", timeout=2).status_code == 200:
                     return
             except httpx.TransportError:
                 pass

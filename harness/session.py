@@ -13,9 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
-
-from harness.client import TIMEOUT_S, Streaming
+from harness.client import TIMEOUT_S, Streaming, http
 from harness.server import Server
 from harness.workload import bearer, complete, completion
 from retire import models
@@ -66,7 +64,7 @@ class Session:
     def pool_usage(self) -> float:
         """The share of KV blocks that somebody references, after a step that nobody else was in."""
         complete(self.url, completion(self.model, [1], 1), **bearer(self.key))  # vLLM counts at the end of a step
-        metrics = httpx.get(f"{self.url}/metrics", timeout=TIMEOUT_S).raise_for_status().text
+        metrics = http.get(f"{self.url}/metrics", timeout=TIMEOUT_S).raise_for_status().text
         found = re.search(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.MULTILINE)
         if found is None:
             raise RuntimeError("the server does not tell how much of its pool is in use")
@@ -83,7 +81,7 @@ class Session:
         self.check("pool_as_before", self.pool_usage() == usage_before)
 
     def _status(self) -> dict[str, Any]:
-        answer = httpx.get(f"{self.url}/retire/status", headers=bearer(self.key), timeout=TIMEOUT_S)
+        answer = http.get(f"{self.url}/retire/status", headers=bearer(self.key), timeout=TIMEOUT_S)
         status: dict[str, Any] = answer.raise_for_status().json()
         return status
 

@@ -16,9 +16,7 @@ import uuid
 from pydoc_data import topics
 from typing import Any
 
-import httpx
-
-from harness.client import TIMEOUT_S
+from harness.client import TIMEOUT_S, http
 
 PATIENCE_S = 120.0
 
@@ -27,7 +25,7 @@ PATIENCE_S = 120.0
 def _corpus(url: str, model: str, key: str | None) -> tuple[int, ...]:
     text = "\n".join(topics.topics.values())
     body, headers = {"model": model, "prompt": text}, bearer(key)
-    answer = httpx.post(f"{url}/tokenize", json=body, headers=headers, timeout=TIMEOUT_S)
+    answer = http.post(f"{url}/tokenize", json=body, headers=headers, timeout=TIMEOUT_S)
     return tuple(answer.raise_for_status().json()["tokens"])
 
 
@@ -63,7 +61,7 @@ def completion(model: str, ids: list[int], tokens: int, **more: Any) -> dict[str
 
 def complete(url: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
     """A whole answer.  Raises httpx.HTTPStatusError."""
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S)
+    answer = http.post(f"{url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S)
     found: dict[str, Any] = answer.raise_for_status().json()
     return found
 
@@ -90,7 +88,7 @@ def record_of(url: str, location: str, key: str | None = None) -> dict[str, Any]
     deadline = time.monotonic() + PATIENCE_S
     while True:
         record: dict[str, Any] = (
-            httpx.get(url + location, headers=bearer(key), timeout=TIMEOUT_S).raise_for_status().json()
+            http.get(url + location, headers=bearer(key), timeout=TIMEOUT_S).raise_for_status().json()
         )
         if record["closed"]:
             return record

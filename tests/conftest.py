@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 import pytest
 
+from harness.client import http
 from harness.server import Server
 from retire import models
 
@@ -62,7 +62,7 @@ def plain_server() -> Iterator[Server]:
 
 def leftovers(server: Server, key: str | None = None) -> dict[str, int]:
     """What the engine holds for the scopes of whoever has the key."""
-    status = httpx.get(f"{server.url}/retire/status", headers=bearer(key), timeout=60).json()
+    status = http.get(f"{server.url}/retire/status", headers=bearer(key), timeout=60).json()
     held: dict[str, int] = status["engine"]
     return held
 
@@ -89,7 +89,7 @@ def all_scopes(server: Server, key: str | None = None) -> Iterator[dict[str, Any
     after: str | None = ""
     while after is not None:
         query = {"after": after, "limit": 1000}
-        page = httpx.get(f"{server.url}/scopes", params=query, headers=bearer(key), timeout=60).json()
+        page = http.get(f"{server.url}/scopes", params=query, headers=bearer(key), timeout=60).json()
         yield from page["scopes"]
         after = page["next"]
 
@@ -99,7 +99,7 @@ def end_scopes(server: Server, key: str | None = None) -> None:
     for found in all_scopes(server, key):
         if found["transition"] is not None and not found["cancelled"]:
             path = f"/scopes/{quote(found['scope'], safe='')}"
-            httpx.delete(server.url + path, headers=bearer(key), timeout=60)
+            http.delete(server.url + path, headers=bearer(key), timeout=60)
 
 
 def leak_checked(server: Server, keys: tuple[str | None, ...] = (None,)) -> Iterator[Server]:

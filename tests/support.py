@@ -6,10 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from harness import workload
-from harness.client import Reply, Streaming
+from harness.client import Reply, Streaming, http
 from harness.workload import fresh_salt, record_of
 
 MODEL = "tiny"
@@ -28,7 +26,7 @@ def completion(ids: list[int], tokens: int = 16, **more: Any) -> dict[str, Any]:
 
 def complete(url: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
     """A whole answer."""
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S)
+    answer = http.post(f"{url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found

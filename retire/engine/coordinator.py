@@ -401,7 +401,8 @@ class Coordinator:
             self._keeper.copied(source, wanted=False)
             return
         self._keeper.copied(source, wanted=True)
-        self._report(transition.id, "offloaded")
+        if host is not None:
+            self._report(transition.id, "offloaded")
         self._feed(key, happened.PagesOffloaded(source, host))
 
     def restored(self, target: RequestId, refusal: Refusal | None) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
-from harness.client import Streaming
+from harness.client import Streaming, http
 from harness.server import Server
 from tests.conftest import SHORT_PINS, TINY_FLAGS, leak_checked, served
 from tests.support import TIMEOUT_S, complete, completion, fresh_salt, record_of, text_ids
@@ -47,7 +46,7 @@ def cold(url: str, ids: list[int]) -> tuple[str, list[float]]:
 
 def superseding(url: str, scope: str, epoch: int, ids: list[int]) -> tuple[tuple[str, list[float]], dict[str, Any]]:
     """What the successor of `epoch` says, and the record."""
-    answer = httpx.post(
+    answer = http.post(
         f"{url}/v1/completions",
         json=ask(ids),
         headers={"X-Retire-Scope": scope, "X-Retire-Supersedes": str(epoch), "X-Retire-Contract": EXACT},
@@ -139,7 +138,7 @@ def test_exact_requests_and_others_take_turns(server: Server, scope: str) -> Non
 
 
 def test_an_unknown_equivalence_is_refused(server: Server, scope: str) -> None:
-    answer = httpx.post(
+    answer = http.post(
         f"{server.url}/v1/completions",
         json=completion([1, 2, 3]),
         headers={"X-Retire-Scope": scope, "X-Retire-Equivalence": "roughly"},

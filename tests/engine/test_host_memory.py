@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
-from harness.client import Streaming
+from harness.client import Streaming, http
 from harness.faults import EXTENSION
 from harness.server import Server
 from tests.conftest import TINY_FLAGS, leak_checked, leftovers, served
@@ -48,7 +47,7 @@ def server(small_pool: Server) -> Iterator[Server]:
 
 
 def tier(server: Server) -> dict[str, int]:
-    found: dict[str, int] = httpx.get(f"{server.url}/retire/status", timeout=TIMEOUT_S).json()["tier"]
+    found: dict[str, int] = http.get(f"{server.url}/retire/status", timeout=TIMEOUT_S).json()["tier"]
     return found
 
 
@@ -57,7 +56,7 @@ def superseded(server: Server, scope: str, ids: list[int], epoch: int = 1, **ret
     talking = Streaming(server.url, completion(ids, 3000), {"X-Retire-Scope": scope})
     talking.wait_for_text(2)
     body = {"scope": scope, "expected_epoch": epoch, "contract": {"retain": {"tier": "dram", **retain}}}
-    answer = httpx.post(f"{server.url}/supersede", json=body, headers={"Prefer": "wait=fenced"}, timeout=TIMEOUT_S)
+    answer = http.post(f"{server.url}/supersede", json=body, headers={"Prefer": "wait=fenced"}, timeout=TIMEOUT_S)
     assert answer.status_code == 200, answer.text
     talking.wait()
     return str(answer.headers["location"])
@@ -67,7 +66,7 @@ def offloaded(server: Server, location: str) -> dict[str, Any]:
     """The record, once the pages are in host memory."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        record: dict[str, Any] = httpx.get(server.url + location, timeout=TIMEOUT_S).json()
+        record: dict[str, Any] = http.get(server.url + location, timeout=TIMEOUT_S).json()
         if "offloaded" in record["stages"]:
             return record
         time.sleep(0.02)
@@ -122,7 +121,7 @@ def test_a_page_that_changed_in_host_memory_is_refused_and_computed_again(server
 def spoil(server: Server) -> None:
     """Flip a byte of every slot in use, in the worker's host memory."""
     body = {"method": "spoil_host_pages", "kwargs": {"slots": tier(server)["offloaded_pages"]}}
-    answer = httpx.post(f"{server.url}/collective_rpc", json=body, timeout=TIMEOUT_S)
+    answer = http.post(f"{server.url}/collective_rpc", json=body, timeout=TIMEOUT_S)
     assert answer.status_code == 200, answer.text
 
 
@@ -134,7 +133,7 @@ def test_a_cache_reset_and_a_weight_update_revoke_certificates_and_succeed(
     location = superseded(server, scope, ids, tier="hbm")
     assert leftovers(server)["pinned_blocks"] > 0
     body = {"method": "reload_weights"} if path == "/collective_rpc" else None
-    answer = httpx.post(server.url + path, json=body, timeout=TIMEOUT_S)
+    answer = http.post(server.url + path, json=body, timeout=TIMEOUT_S)
     assert answer.status_code == 200, answer.text
     assert leftovers(server)["pinned_blocks"] == 0
     new = successor_of(ids, server, 22)
@@ -158,7 +157,7 @@ def test_a_scope_that_is_superseded_during_a_restore_goes_on(server: Server, sco
 
 
 def record_of_scope(server: Server, scope: str) -> dict[str, Any]:
-    found = httpx.get(f"{server.url}/scopes/{scope}", timeout=TIMEOUT_S).json()["transition"]
+    found = http.get(f"{server.url}/scopes/{scope}", timeout=TIMEOUT_S).json()["transition"]
     return record_of(server.url, f"/transitions/{found}")
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
-from harness.client import Streaming
+from harness.client import Streaming, http
 from harness.server import Server
 from retire import models
 from tests.conftest import SHORT_PINS, TINY_FLAGS
@@ -42,14 +41,14 @@ def stop_a_step_and_read_behind_it(server: Server, seed: int) -> tuple[str, str,
     whole_s = min(prefill_s(server.url, ids) for _ in range(2))
     stream = Streaming(server.url, completion(ids, cache_salt=salt), {"X-Retire-Scope": scope})
     time.sleep(whole_s * (0.2 + 0.6 * ((seed * 0.618) % 1)))
-    answer = httpx.post(
+    answer = http.post(
         f"{server.url}/supersede",
         json={"scope": scope, "expected_epoch": "*", "contract": {"inherit": "none"}},
         headers={"Prefer": "wait=fenced"},
         timeout=60,
     )
     stream.wait()
-    record = httpx.get(f"{server.url}{answer.headers['location']}", timeout=60).json()
+    record = http.get(f"{server.url}{answer.headers['location']}", timeout=60).json()
     spoken = said(server.url, completion(ids, cache_salt=salt))
     written = max((receipt["frontier_tokens"] for receipt in record["receipts"]), default=0)
     clean = clean_run(server.url, ids, min(written, len(ids) - 1) // BLOCK * BLOCK)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from harness.client import http
 from tests.support import complete, completion, fresh_salt, text_ids
 
 
 def computed_prompt_tokens(server, ids, **headers):
     """Prompt tokens that eight identical requests really compute, from vLLM's own counters."""
-    import httpx
 
     def computed():
-        lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+        lines = http.get(f"{server.url}/metrics", timeout=60).text.splitlines()
         total = sum(
             float(line.rsplit(" ", 1)[1])
             for line in lines

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import time
 
-import httpx
 import pytest
 
-from harness.client import Streaming, probe_ms
+from harness.client import Streaming, http, probe_ms
 from tests.conftest import leftovers
 from tests.support import clean_run, completion, fresh_salt, prefill_s, record_of, said, supersede, text_ids
 
@@ -104,7 +103,7 @@ def test_6_slots_of_superseded_decoding_requests_are_free_within_a_step(server, 
     ]
     for stream in streams:
         stream.wait_for_text(frames=2)
-    answer = httpx.post(
+    answer = http.post(
         f"{server.url}/supersede",
         json={"scope": scope, "expected_epoch": 1, "contract": {"inherit": "none"}},
         headers={"Prefer": "wait=fenced"},
@@ -157,7 +156,7 @@ def test_15_same_prompt_of_the_same_tenant_is_reused(server, scope):
     said(server.url, completion(ids, 1, cache_salt=salt), **{"X-Retire-Scope": scope})
 
     def hits():
-        lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+        lines = http.get(f"{server.url}/metrics", timeout=60).text.splitlines()
         return sum(float(s.rsplit(" ", 1)[1]) for s in lines if s.startswith("vllm:prefix_cache_hits_total"))
 
     before = hits()
@@ -169,6 +168,6 @@ def test_15_same_prompt_of_the_same_tenant_is_reused(server, scope):
 
 @pytest.mark.engine
 def test_the_engine_is_alive_and_empty_after_all_of_this(server):
-    assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+    assert http.get(f"{server.url}/health", timeout=10).status_code == 200
     assert json.dumps(leftovers(server))
     assert said(server.url, completion([1, 2, 3], 2))

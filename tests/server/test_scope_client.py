@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness.client import http
 from harness.server import Server
 from retire.client import ScopeClient, ServerRefused
 from retire.core.errors import EpochConflict, EpochRevoked
@@ -66,9 +67,8 @@ def test_a_refused_supersede_leaves_the_running_stream_alone(client):
 
 @pytest.mark.engine
 def test_a_cancelled_scope_raises(server, scope, client):
-    import httpx
 
     list(client.chat(SHORT))
-    assert httpx.delete(f"{server.url}/scopes/{scope}", timeout=60).status_code == 200
+    assert http.delete(f"{server.url}/scopes/{scope}", timeout=60).status_code == 200
     with pytest.raises(EpochRevoked):
         client.chat(SHORT)

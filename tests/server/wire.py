@@ -18,11 +18,13 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 
+from harness.client import http
+
 PATIENCE_S = 120.0
 MODEL = "tiny"
 SOON = {"retain": {"ttl_s": 0.2}}  # for pins that nobody will ask for
 SPOKE = b'"delta":{"content":'  # stands in every chunk with text and in none without
-http = httpx.Client(timeout=PATIENCE_S)
+
 
 CHAT, COMPLETIONS, SUPERSEDE = "/v1/chat/completions", "/v1/completions", "/supersede"
 
