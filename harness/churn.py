@@ -36,7 +36,7 @@ from typing import Any
 
 from harness.client import TIMEOUT_S, Reply, Streaming, http
 from harness.experiment import Cell, Result, Target, figures
-from harness.server import Server
+from harness.server import Server, start_side_by_side
 from harness.session import FLAGS, Session, note
 from harness.statistics import Bootstrap, Interval, Verdict, at_least, at_most, holm, median_of_ratios
 from harness.workload import complete, completion, fresh_salt, fresh_scope, passage, record_of
@@ -269,8 +269,7 @@ def _start(stack: ExitStack, model: str) -> list[_Arm]:
     for server in servers:
         stack.callback(server.close)
     note(f"starting three servers with {model} ...")
-    for server in servers:
-        server.start()
+    start_side_by_side(servers)
     native, hbm, dram = (server.url for server in servers)
     return [_Native(native, model), _Retained(hbm, model, "hbm"), _Retained(dram, model, "dram")]
 

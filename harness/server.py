@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -149,3 +150,15 @@ class Server:
         """Stop and remove the scratch directory."""
         self.stop()
         self._scratch.cleanup()
+
+
+def start_side_by_side(servers: Sequence[Server]) -> None:
+    """Start all of them; most of a start is one core's work.
+
+    Raises:
+        ServerFailed: of the first that failed, when every one has come up or ended.
+    """
+    with ThreadPoolExecutor(max(1, len(servers))) as pool:
+        started = [pool.submit(server.start) for server in servers]
+    for one in started:
+        one.result()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 
 from harness.client import http
-from harness.server import Server
+from harness.server import Server, start_side_by_side
 from retire import models
 
 TINY_FLAGS = (
@@ -32,32 +32,53 @@ TINY_FLAGS = (
 SHORT_PINS = {"RETIRE_PIN_TTL_MS": "3000"}  # so that a scope without a successor leaves nothing behind for long
 
 
-def served(model: str, flags: tuple[str, ...] = TINY_FLAGS, **more: object) -> Iterator[Server]:
-    """A server for as long as the fixture lives; its log is shown when it did not start."""
-    server = Server(models.resolve(model), flags, **more)  # type: ignore[arg-type]
+def served(model: str, flags: tuple[str, ...] = TINY_FLAGS, **more: Any) -> Iterator[Server]:
+    """A server for as long as the fixture lives."""
+    for servers in all_served({"": (model, more, flags)}):
+        yield servers[""]
+
+
+def all_served(made: Mapping[str, tuple[str, dict[str, Any], tuple[str, ...]]]) -> Iterator[dict[str, Server]]:
+    """Servers by name, made of (model, `Server`'s keyword arguments, flags), for as long as the fixture lives."""
+    servers = {name: Server(models.resolve(model), flags, **more) for name, (model, more, flags) in made.items()}
     try:
-        server.start()
-        yield server
+        start_side_by_side(list(servers.values()))
+        yield servers
     finally:
-        server.close()
+        for server in servers.values():
+            server.close()
+
+
+COMMON = {  # what the session's servers are made of, by the fixture that hands them out
+    "tiny_server": ("tiny-llama", {"env": SHORT_PINS}),
+    "gemma_server": ("tiny-gemma3", {"env": SHORT_PINS}),
+    "plain_server": ("tiny-llama", {"patched": False}),
+}
 
 
 @pytest.fixture(scope="session")
-def tiny_server() -> Iterator[Server]:
+def common_servers(request: pytest.FixtureRequest) -> Iterator[dict[str, Server]]:
+    """Those of `COMMON` that some test of the session asks for, started side by side."""
+    asked_for = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    yield from all_served({name: (*made, TINY_FLAGS) for name, made in COMMON.items() if name in asked_for})
+
+
+@pytest.fixture(scope="session")
+def tiny_server(common_servers: dict[str, Server]) -> Server:
     """A patched server with a random Llama of four layers: fast, and wrong KV changes its output."""
-    yield from served("tiny-llama", env=SHORT_PINS)
+    return common_servers["tiny_server"]
 
 
 @pytest.fixture(scope="session")
-def gemma_server() -> Iterator[Server]:
+def gemma_server(common_servers: dict[str, Server]) -> Server:
     """A patched server with a random Gemma-3: sliding and full attention, several KV groups."""
-    yield from served("tiny-gemma3", env=SHORT_PINS)
+    return common_servers["gemma_server"]
 
 
 @pytest.fixture(scope="session")
-def plain_server() -> Iterator[Server]:
+def plain_server(common_servers: dict[str, Server]) -> Server:
     """vLLM as it is, the same model as `tiny_server`."""
-    yield from served("tiny-llama", patched=False)
+    return common_servers["plain_server"]
 
 
 def leftovers(server: Server, key: str | None = None) -> dict[str, int]:

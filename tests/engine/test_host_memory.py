@@ -11,7 +11,7 @@ import pytest
 from harness.client import Streaming, http
 from harness.faults import EXTENSION
 from harness.server import Server
-from tests.conftest import TINY_FLAGS, leak_checked, leftovers, served
+from tests.conftest import TINY_FLAGS, all_served, leak_checked, leftovers
 from tests.support import (
     TIMEOUT_S,
     clean_run,
@@ -36,9 +36,17 @@ DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1", "RETIRE_PIN_TTL_MS": "20000"}
 OLD, SHARED = 2000, 1600
 
 
-@pytest.fixture(scope="module", params=["tiny-llama", "tiny-gemma3"])
-def small_pool(request: pytest.FixtureRequest) -> Iterator[Server]:
-    yield from served(request.param, SMALL_POOL, env=DEVELOPMENT)
+MODELS = ("tiny-llama", "tiny-gemma3")
+
+
+@pytest.fixture(scope="module")
+def small_pools() -> Iterator[dict[str, Server]]:
+    yield from all_served({model: (model, {"env": DEVELOPMENT}, SMALL_POOL) for model in MODELS})
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def small_pool(request: pytest.FixtureRequest, small_pools: dict[str, Server]) -> Server:
+    return small_pools[request.param]
 
 
 @pytest.fixture

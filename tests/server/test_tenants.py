@@ -7,13 +7,13 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
-from harness.server import Server, ServerFailed
+from harness.server import Server, ServerFailed, start_side_by_side
 from retire import models
 from tests.conftest import SHORT_PINS, TINY_FLAGS, all_scopes, bearer, leak_checked, leftovers, served
 from tests.server.wire import (
@@ -403,25 +403,36 @@ def closed(server, key, location):
 # -- start-up ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "flags", "env", "named"),
-    [
-        pytest.param('[tenants.acme]\nkeys = ["sk"]\npin_share = 2', (), {}, ["acme", "pin_share"], id="malformed"),
-        pytest.param(FILE, (), {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}, ["RESPONSES_API_STORE"], id="shared store"),
-        pytest.param(FILE, ("--api-key", "sk-of-vllm"), {}, ["--api-key"], id="a key of vLLM's"),
-    ],
-)
-def test_a_server_whose_tenants_cannot_be_told_apart_does_not_come_up(tmp_path: Path, file, flags, env, named):
-    path = tmp_path / "tenants.toml"
-    path.write_text(file)
-    server = Server(models.resolve("tiny-llama"), (*TINY_FLAGS, *flags), env={**env, "RETIRE_TENANTS": str(path)})
+UNTELLABLE = {  # tenants file, flags, environment, what the line has to name
+    "malformed": ('[tenants.acme]\nkeys = ["sk"]\npin_share = 2', (), {}, ["acme", "pin_share"]),
+    "shared store": (FILE, (), {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}, ["RESPONSES_API_STORE"]),
+    "a key of vLLM's": (FILE, ("--api-key", "sk-of-vllm"), {}, ["--api-key"]),
+}
+
+
+@pytest.fixture(scope="module")
+def untellable(tmp_path_factory):
+    """A server for each, side by side, come to an end by itself or up."""
+    servers = {}
+    for name, (file, flags, env, _) in UNTELLABLE.items():
+        path = tmp_path_factory.mktemp("untellable") / "tenants.toml"
+        path.write_text(file)
+        env = {**env, "RETIRE_TENANTS": str(path)}
+        servers[name] = Server(models.resolve("tiny-llama"), (*TINY_FLAGS, *flags), env=env)
     try:
-        with pytest.raises(ServerFailed):
-            server.start()
-        (said,) = [line for line in server.log().splitlines() if "retire: " in line]
-        assert all(word in said for word in named), said
-        assert "sk" not in said.split()
-        assert server.wait(10) != 0
+        with suppress(ServerFailed):
+            start_side_by_side(list(servers.values()))
+        yield servers
     finally:
-        server.close()
+        for server in servers.values():
+            server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", UNTELLABLE)
+def test_a_server_whose_tenants_cannot_be_told_apart_does_not_come_up(untellable, case):
+    server = untellable[case]
+    assert server.wait(10) != 0
+    (said,) = [line for line in server.log().splitlines() if "retire: " in line]
+    assert all(word in said for word in UNTELLABLE[case][3]), said
+    assert "sk" not in said.split()
