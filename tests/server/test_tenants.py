@@ -417,8 +417,9 @@ def untellable(tmp_path_factory):
     for name, (file, flags, env, _) in UNTELLABLE.items():
         path = tmp_path_factory.mktemp("untellable") / "tenants.toml"
         path.write_text(file)
-        env = {**env, "RETIRE_TENANTS": str(path)}
-        servers[name] = Server(models.resolve("tiny-llama"), (*TINY_FLAGS, *flags), env=env)
+        servers[name] = Server(
+            models.resolve("tiny-llama"), (*TINY_FLAGS, *flags), env={**env, "RETIRE_TENANTS": str(path)}
+        )
     try:
         with suppress(ServerFailed):
             start_side_by_side(list(servers.values()))
