@@ -31,7 +31,7 @@ EAGER_NOTE: Final = (
 _SETTINGS: Final = {
     "retire_state_dir": "RETIRE_STATE_DIR",
     "retire_scopes": "RETIRE_SCOPES",
-    "retire_arm_rows": "RETIRE_ARM_ROWS",
+    "retire_arm_ms": "RETIRE_ARM_MS",
     "retire_tenants": TENANTS_ENV,
     "retire_dram_bytes": DRAM_ENV,
 }
@@ -84,7 +84,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     serve.add_argument("model", metavar="MODEL")
     serve.add_argument("--retire-state-dir", metavar="PATH", help="where authority outlives the processes")
     serve.add_argument("--retire-scopes", type=int, metavar="N", help="scopes per tenant in the table")
-    serve.add_argument("--retire-arm-rows", type=int, metavar="N", help="steps of at least N rows check authority")
+    serve.add_argument("--retire-arm-ms", type=int, metavar="N", help="steps of N ms or more check authority")
     serve.add_argument("--retire-tenants", metavar="FILE", help="tenants, their keys and what each may hold (TOML)")
     serve.add_argument(
         "--retire-dram-bytes", type=_size, metavar="SIZE", help="host memory for KV pages, e.g. 2GiB; 0 for none"

@@ -23,7 +23,7 @@ TABLE_ENV = "RETIRE_TABLE"  # set by the process that owns the state directory, 
 class Settings:
     """`scopes`: slots per tenant.  `rows`: requests per tenant that can hold a ticket at once.
 
-    `arm_rows`: a step with at least this many rows checks authority at its safe points; shorter steps end soon by
+    `arm_ms`: a step that is expected to take so long checks authority at its safe points; shorter ones end soon by
     themselves.  `pin_ttl_ms`, `max_pin_ttl_ms`: pins live so long by default, and at most.
     `dram_bytes`: of each worker's host memory for pages of superseded requests; 0 turns that tier off.
     `min_inherit_tokens`: a shorter common prefix is not worth a certificate.
@@ -33,7 +33,7 @@ class Settings:
     state_dir: Path
     scopes: int = 4096
     rows: int = 8192
-    arm_rows: int = 128
+    arm_ms: int = 10
     pin_ttl_ms: int = 30_000
     max_pin_ttl_ms: int = 600_000
     dram_bytes: int = 1 << 30
@@ -48,7 +48,7 @@ class Settings:
             state_dir=Path(os.environ.get("RETIRE_STATE_DIR", default_dir)),
             scopes=int(os.environ.get("RETIRE_SCOPES", cls.scopes)),
             rows=int(os.environ.get("RETIRE_ROWS", cls.rows)),
-            arm_rows=int(os.environ.get("RETIRE_ARM_ROWS", cls.arm_rows)),
+            arm_ms=int(os.environ.get("RETIRE_ARM_MS", cls.arm_ms)),
             pin_ttl_ms=int(os.environ.get("RETIRE_PIN_TTL_MS", cls.pin_ttl_ms)),
             max_pin_ttl_ms=int(os.environ.get("RETIRE_MAX_PIN_TTL_MS", cls.max_pin_ttl_ms)),
             dram_bytes=_size_in(DRAM_ENV, cls.dram_bytes),

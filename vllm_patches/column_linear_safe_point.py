@@ -1,7 +1,8 @@
 """Seam: vllm.model_executor.layers.linear:ColumnParallelLinear.forward
 Process: worker    Kind: wrap
 Why: attention safe points stand next to each other, once a layer; a long step's layer takes longer than a fence may.
-Delta: in an armed eager step the start of every such linear layer (query-key-value, gate and up) is a safe point.
+Delta: in an armed eager step whose layers are long, the start of every such linear layer (query-key-value, gate and
+    up) is a safe point.
 No seam: forward hooks on modules would cost every step, armed or not, and compiled graphs refuse them.
 Remove: together with attention_safe_point.
 """
@@ -23,7 +24,7 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, input_: Any) -> Any:
         if not is_compiling():
             step = guard()
-            if step.armed:
+            if step.fine:
                 step.safe_point()
         return original(self, input_)
 

@@ -46,7 +46,7 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
             rows = (inputs_embeds if input_ids is None else input_ids).shape[0]
             return torch.zeros(rows, self.model_config.get_hidden_size(), dtype=self.dtype, device=self.device)
         finally:
-            step.armed = False
+            step.disarm()
 
     return _model_forward
 

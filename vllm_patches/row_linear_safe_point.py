@@ -1,7 +1,8 @@
 """Seam: vllm.model_executor.layers.linear:RowParallelLinear.forward
 Process: worker    Kind: wrap
 Why: see column_linear_safe_point; these are the layers behind attention and behind the activation.
-Delta: in an armed eager step the start of every such linear layer (output, down) is a safe point.
+Delta: in an armed eager step whose layers are long, the start of every such linear layer (output, down) is a safe
+    point.
 No seam: see column_linear_safe_point.
 Remove: together with attention_safe_point.
 """

@@ -207,9 +207,9 @@ class Coordinator:
 
     def step_ended(self, output: Any, receipt: Receipt | None) -> None:
         """The step's output is here, not yet processed: publish what was written, close what lost authority."""
-        tokens = output.total_num_scheduled_tokens
-        if tokens > len(output.num_scheduled_tokens) and not (receipt is not None and receipt.stopped):
-            self._rates.computed(tokens, self._clock_ns() - self._step_began_ns)
+        rows, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
+        if requests and not (receipt is not None and receipt.stopped):
+            self._rates.ran(rows, requests, self._clock_ns() - self._step_began_ns)
         self._steps.ended(output, receipt)
         self.sweep()
 

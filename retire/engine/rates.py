@@ -1,6 +1,7 @@
-"""Whether reuse pays, by what was measured on this engine.
+"""How long things take on this engine, by what was measured, and whether reuse pays.
 
-Owns: how long a computed prompt token takes here, and the two questions that ALIGN asks.  Must not know: scopes.
+Owns: how long a computed prompt token and a step without prompts take here; the questions that ALIGN asks, and
+whether a step is long enough to be watched.  Must not know: scopes.
 """
 
 from __future__ import annotations
@@ -15,19 +16,29 @@ WEIGHT = 0.2  # of the newest step in the running mean
 class Rates:
     """`restore_ns`: how long so many tokens take to come back from host memory, None while nobody knows.
 
-    `min_tokens`: what is shorter is never worth a certificate.
+    `min_tokens`: what is shorter is never worth a certificate.  `long_ns`: see `is_long`.
     """
 
-    def __init__(self, min_tokens: int, restore_ns: Callable[[int], float | None] | None) -> None:
+    def __init__(self, min_tokens: int, restore_ns: Callable[[int], float | None] | None, long_ns: int = 0) -> None:
         self._min_tokens = min_tokens
         self._restore_ns = restore_ns
+        self._long_ns = long_ns
         self.ns_per_token: float | None = None
+        self.decode_ns: float | None = None
 
-    def computed(self, tokens: int, took_ns: int) -> None:
-        """A step of so many prompt tokens ran to its end."""
-        newest = took_ns / tokens
-        known = self.ns_per_token
-        self.ns_per_token = newest if known is None else known + WEIGHT * (newest - known)
+    def ran(self, rows: int, requests: int, took_ns: int) -> None:
+        """A step ran to its end.  With no more rows than requests it held no prompt to speak of."""
+        if rows > requests:
+            self.ns_per_token = _mixed(self.ns_per_token, took_ns / rows)
+        else:
+            self.decode_ns = _mixed(self.decode_ns, took_ns)
+
+    def is_long(self, rows: int, requests: int) -> bool:
+        """Whether a step is expected to take `long_ns` or more.  What was never measured may."""
+        known = self.decode_ns
+        if rows > requests:
+            known = None if self.ns_per_token is None else max(self.ns_per_token * rows, known or 0)
+        return known is None or known >= self._long_ns
 
     def pays(self, tokens: TokenCount, tier: Tier) -> bool:
         """Whether reusing so many tokens from `tier` beats computing them.  What was never measured is tried."""
@@ -37,3 +48,7 @@ class Rates:
             return True
         restore_ns = self._restore_ns(tokens)
         return restore_ns is None or restore_ns < tokens * self.ns_per_token
+
+
+def _mixed(known: float | None, newest: float) -> float:
+    return newest if known is None else known + WEIGHT * (newest - known)

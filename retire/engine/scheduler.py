@@ -50,7 +50,8 @@ class VersionedScheduler:
             for manager in kv.coordinator.single_type_managers
         )
         ownership = Ownership(kv.block_pool, _quotas(kv.block_pool.num_gpu_blocks - 1), _beside_a_full_request(kv))
-        rates = Rates(settings.min_inherit_tokens, tier.restore_ns if tier is not None else None)
+        restore_ns = tier.restore_ns if tier is not None else None
+        rates = Rates(settings.min_inherit_tokens, restore_ns, long_ns=settings.arm_ms * 1_000_000)
         self._grid_tokens = _chunk_tokens(scheduler)
         exact = configuration.exact_grid(self._grid_tokens)
         geometry = Geometry(groups, ownership.generation, exact, rates.pays, offloads=tier is not None)
@@ -67,7 +68,7 @@ class VersionedScheduler:
                 ownership,
                 groups,
                 hash_tokens=scheduler.hash_block_size,
-                arm_rows=settings.arm_rows,
+                is_long=rates.is_long,
                 grid_tokens=self._grid_tokens,
             ),
             rates=rates,

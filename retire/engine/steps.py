@@ -10,7 +10,7 @@ readable until they are reused.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,7 +65,7 @@ class Tracked:
 
 
 class Steps:
-    """One per scheduler."""
+    """One per scheduler.  `is_long(rows, requests)`: whether a step of that size is worth being watched."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Steps:
         groups: tuple[KVGroup, ...],
         *,
         hash_tokens: int,
-        arm_rows: int,
+        is_long: Callable[[int, int], bool],
         grid_tokens: int,
     ) -> None:
         self.requests: dict[RequestId, Tracked] = {}
@@ -82,7 +82,7 @@ class Steps:
         self._ownership = ownership
         self._groups = groups
         self._hash_tokens = hash_tokens
-        self._arm_rows = arm_rows
+        self._is_long = is_long
         self._grid_tokens = grid_tokens
         self._plans: deque[StepPlan] = deque()
         self._unpublished: dict[int, set[Any]] = {}
@@ -128,7 +128,8 @@ class Steps:
         if rows:
             self._seq += 1
             foreign = len(rows) < len(output.num_scheduled_tokens)
-            armed = not foreign and output.total_num_scheduled_tokens >= self._arm_rows
+            requests = len(output.num_scheduled_tokens)
+            armed = not foreign and self._is_long(output.total_num_scheduled_tokens, requests)
             plan = StepPlan(self._seq, tuple(rows), foreign_rows=foreign, armed=armed)
             self._plans.append(plan)
             self._unpublished[plan.seq] = self._scheduling

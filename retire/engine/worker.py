@@ -32,13 +32,20 @@ def obsolete(table: AuthorityTable, rows: PlannedRows) -> bool:
     return limit is None or limit <= rows.start
 
 
+FINE_NS = 5_000_000  # a layer that takes longer is asked inside, too
+
+
 class StepGuard:
-    """One per worker process."""
+    """One per worker process.
+
+    `armed`: the attention layers' safe points are live.  `fine`: so are those of linear layers; never without `armed`.
+    """
 
     def __init__(self, table: AuthorityTable) -> None:
         self._table = table
         self._plan: StepPlan | None = None
         self.armed = False
+        self.fine = False
         self._stopped_ns = 0
         self._safe_points = 0
         self._last_ns = 0
@@ -47,7 +54,7 @@ class StepGuard:
     def begin(self, plan: StepPlan | None) -> None:
         """A step starts.  It is armed where its model's forward is: only there can a fence be caught."""
         self._plan = plan
-        self.armed = False
+        self.disarm()
         self._stopped_ns = self._safe_points = self._longest_ns = 0
         self._last_ns = time.monotonic_ns()
 
@@ -56,21 +63,27 @@ class StepGuard:
         self.armed = self._plan is not None and self._plan.armed
         self._last_ns = time.monotonic_ns()
 
+    def disarm(self) -> None:
+        """No safe point is live until the next forward."""
+        self.armed = self.fine = False
+
     def safe_point(self) -> None:
         """Raise StepFenced when every row of the armed step is obsolete."""
         now = time.monotonic_ns()
         self._safe_points += 1
         self._longest_ns = max(self._longest_ns, now - self._last_ns)
         self._last_ns = now
+        self.fine = self._longest_ns >= FINE_NS
         assert self._plan is not None
         if all(obsolete(self._table, rows) for rows in self._plan.rows):
-            self.armed = False
+            self.disarm()
             self._stopped_ns = now
             raise StepFenced
 
     def end(self) -> Receipt | None:
         """The step is over; its receipt, or None when it held no scoped request."""
-        plan, self._plan, self.armed = self._plan, None, False
+        plan, self._plan = self._plan, None
+        self.disarm()
         if plan is None:
             return None
         return Receipt(

@@ -156,7 +156,12 @@ class World:
             table=self.table,
             keeper=Keeper(self.ownership, geometry, tier),
             steps=Steps(
-                self, self.ownership, groups, hash_tokens=BLOCK, arm_rows=arm_rows, grid_tokens=exact_tokens or 16
+                self,
+                self.ownership,
+                groups,
+                hash_tokens=BLOCK,
+                is_long=lambda rows, _requests: rows >= arm_rows,
+                grid_tokens=exact_tokens or 16,
             ),
             rates=rates,
             fingerprint=lambda request: f"model|{request.salt}",

@@ -11,7 +11,7 @@ import pytest
 from retire.authority.table import AuthorityTable
 from retire.core.types import RequestId, Ticket
 from retire.engine.plan import PlannedRows, Receipt, StepPlan
-from retire.engine.worker import StepFenced, StepGuard, obsolete
+from retire.engine.worker import FINE_NS, StepFenced, StepGuard, obsolete
 
 KEY = 77
 START, END = 100, 164
@@ -219,3 +219,21 @@ def test_a_step_is_not_armed_before_its_models_forward(table: AuthorityTable) ->
     guard = StepGuard(table)
     guard.begin(plan(rows(Scope(table).ticket())))
     assert not guard.armed
+
+
+def test_the_inside_of_a_layer_is_asked_once_layers_take_long(table: AuthorityTable, monkeypatch) -> None:
+    now_ns = 0
+    monkeypatch.setattr("retire.engine.worker.time.monotonic_ns", lambda: now_ns)
+    guard = StepGuard(table)
+    guard.begin(plan(rows(Scope(table).ticket())))
+    guard.arm()
+    guard.safe_point()
+    assert not guard.fine
+    now_ns += FINE_NS
+    guard.safe_point()
+    assert guard.fine
+    now_ns += 1
+    guard.safe_point()
+    assert guard.fine, "a short interval inside the layer says nothing about the layer"
+    guard.disarm()
+    assert not guard.fine

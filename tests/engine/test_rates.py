@@ -1,0 +1,48 @@
+"""What is measured of steps, and what follows from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from retire.core.types import Tier, TokenCount
+from retire.engine.rates import Rates
+
+
+def test_what_was_never_measured_is_taken_for_long() -> None:
+    rates = Rates(0, None, long_ns=10)
+    assert rates.is_long(1, 1)
+    assert rates.is_long(2000, 1)
+
+
+@pytest.mark.parametrize(("took_ns", "long"), [(9, False), (10, True)])
+def test_a_decode_step_is_as_long_as_the_ones_before_it(took_ns: int, *, long: bool) -> None:
+    rates = Rates(0, None, long_ns=10)
+    rates.ran(8, 8, took_ns)
+    assert rates.is_long(4, 4) is long
+
+
+def test_a_prefill_step_is_long_by_its_rows_and_never_shorter_than_a_decode_step() -> None:
+    rates = Rates(0, None, long_ns=1000)
+    rates.ran(100, 1, 500)
+    assert [rates.is_long(rows, 1) for rows in (100, 199, 200)] == [False, False, True]
+    rates.ran(1, 1, 1000)
+    assert rates.is_long(2, 1)
+
+
+def test_one_odd_step_moves_the_mean_by_a_fifth() -> None:
+    rates = Rates(0, None, long_ns=0)
+    rates.ran(100, 1, 1000)
+    rates.ran(100, 1, 2000)
+    assert rates.ns_per_token == pytest.approx(12)
+
+
+def test_a_restore_pays_when_it_is_faster_than_computing() -> None:
+    rates = Rates(32, lambda tokens: tokens * 5.0, long_ns=0)
+    assert rates.pays(TokenCount(64), Tier.DRAM), "what was never measured is tried"
+    rates.ran(100, 1, 400)
+    assert not rates.pays(TokenCount(64), Tier.DRAM)
+    assert rates.pays(TokenCount(64), Tier.HBM)
+    assert not rates.pays(TokenCount(31), Tier.HBM)
+    for _ in range(20):
+        rates.ran(100, 1, 2000)
+    assert rates.pays(TokenCount(64), Tier.DRAM)
