@@ -27,6 +27,7 @@ class Settings:
     themselves.  `pin_ttl_ms`, `max_pin_ttl_ms`: pins live so long by default, and at most.
     `dram_bytes`: of each worker's host memory for pages of superseded requests; 0 turns that tier off.
     `min_inherit_tokens`: a shorter common prefix is not worth a certificate.
+    `limit_patience`: at so many safe points a worker waits to be told how much of a revoked request is still wanted.
     `backlog_bytes`: send buffer of a scoped stream's socket; what the last gate cannot call back.
     """
 
@@ -38,6 +39,7 @@ class Settings:
     max_pin_ttl_ms: int = 600_000
     dram_bytes: int = 1 << 30
     min_inherit_tokens: int = 0
+    limit_patience: int = 1
     backlog_bytes: int = 16_384
 
     @classmethod
@@ -53,6 +55,7 @@ class Settings:
             max_pin_ttl_ms=int(os.environ.get("RETIRE_MAX_PIN_TTL_MS", cls.max_pin_ttl_ms)),
             dram_bytes=_size_in(DRAM_ENV, cls.dram_bytes),
             min_inherit_tokens=int(os.environ.get("RETIRE_MIN_INHERIT_TOKENS", cls.min_inherit_tokens)),
+            limit_patience=int(os.environ.get("RETIRE_LIMIT_PATIENCE", cls.limit_patience)),
             backlog_bytes=int(os.environ.get("RETIRE_BACKLOG_BYTES", cls.backlog_bytes)),
         )
 

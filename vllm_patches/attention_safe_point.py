@@ -2,7 +2,8 @@
 Process: worker    Kind: wrap
 Why: between two layers nothing in vLLM asks whether the step is still wanted.
 Delta: in an armed step every look-up of an attention layer's context is a safe point (twice a layer where the
-    back end writes KV separately), in eager and in compiled mode.
+    back end writes KV separately), in eager and in compiled mode.  A step whose rows cannot be cut out is decided
+    upon here.
 No seam: none exists inside a forward pass.
 Remove: when vLLM has a per-layer hook that works in compiled graphs.
 """
@@ -22,7 +23,7 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_attention_context(layer_name: str) -> Any:
         step = guard()
         if step.armed:
-            step.safe_point()
+            step.attention_point(layer_name)
         return original(layer_name)
 
     return get_attention_context

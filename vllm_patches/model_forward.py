@@ -1,7 +1,8 @@
 """Seam: vllm.v1.worker.gpu_model_runner:GPUModelRunner._model_forward
 Process: worker    Kind: wrap
 Why: a launched model step always runs to its end, whoever still wants its rows.
-Delta: a step that a safe point stops returns zeros of the right shape, so that the runner's state stays whole.
+Delta: in an armed eager step rows that lost their use are cut out between two decoder layers; what comes out has
+    zeros in their places, so that the runner's state stays whole.  A step that stops as a whole gives zeros.
 No seam: the method exists to be overridden by a subclass, but the worker names the runner's class itself.
 Remove: when the worker takes the runner's class from the configuration.
 """
@@ -15,8 +16,8 @@ from vllm_patches._seam import Seam
 
 
 def build(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Catch the fence where the forward call ends; later forwards of the step (a draft model's) are not guarded."""
-    from retire.engine.worker import StepFenced, guard
+    """Guard where the forward call begins and ends; later forwards of the step (a draft model's) are not guarded."""
+    from retire.engine.forward import guarded
 
     def _model_forward(
         self: Any,
@@ -26,12 +27,7 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
         inputs_embeds: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        step = guard()
-        if not self.use_aux_hidden_state_outputs:  # then the output has another shape; let the step finish
-            step.arm()
-        try:
-            if step.armed:
-                step.safe_point()
+        def run() -> Any:
             return original(
                 self,
                 input_ids=input_ids,
@@ -40,15 +36,19 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
                 inputs_embeds=inputs_embeds,
                 **model_kwargs,
             )
-        except StepFenced:
-            import torch
 
-            rows = (inputs_embeds if input_ids is None else input_ids).shape[0]
-            return torch.zeros(rows, self.model_config.get_hidden_size(), dtype=self.dtype, device=self.device)
-        finally:
-            step.disarm()
+        return guarded(self, (inputs_embeds if input_ids is None else input_ids).shape[0], run)
 
     return _model_forward
 
 
-SEAM = Seam("vllm.v1.worker.gpu_model_runner:GPUModelRunner._model_forward", "wrap", build)
+SEAM = Seam(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._model_forward",
+    "wrap",
+    build,
+    relies_on=(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_slot_mappings",
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build",
+    ),
+)

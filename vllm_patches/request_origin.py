@@ -3,7 +3,8 @@ Process: api    Kind: wrap
 Why: a scope named on a route (or a front end) that no gate covers would pass without authority, and the prefix cache
      serves whoever has the same tokens, whosever they were.
 Delta: a request that names a scope without a ticket of this server is refused before it reaches the engine; with
-     isolated tenants every request's cache salt is its tenant's, and one without a tenant shares with nobody.
+     isolated tenants every request's cache salt is its tenant's, and one without a tenant shares with nobody.  The
+    response that a scoped prompt belongs to is told its tokens.
 No seam: every front end builds its own sampling parameters and prompts, and only this method sees them all.
 Remove: when vLLM validates extra_args and derives cache salts through a plugin.
 """
@@ -21,6 +22,7 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
     from retire.authority import home
     from retire.authority.tag import from_xargs
     from retire.core.errors import CallerError
+    from retire.server.prompts import told_prompt
     from retire.tenants import asking, cache_salt
 
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,6 +38,9 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
         if home.tenants().isolated:
             tenant = asking.get() if tag is None else tag.tenant
             request.cache_salt = cache_salt(tenant, home.table().secret, request.cache_salt)
+        tell = told_prompt.get()
+        if tell is not None and tag is not None and request.prompt_token_ids:
+            tell(request.prompt_token_ids)
         return request
 
     return process_inputs

@@ -19,6 +19,7 @@ from retire.authority.tag import Tag
 from retire.core import effects as do
 from retire.core import events as happened
 from retire.core.errors import InvariantViolation, ProtocolError
+from retire.core.fence import Choice
 from retire.core.transition import ScopeState, Transition, step
 from retire.core.types import (
     BlockRef,
@@ -208,7 +209,7 @@ class Coordinator:
     def step_ended(self, output: Any, receipt: Receipt | None) -> None:
         """The step's output is here, not yet processed: publish what was written, close what lost authority."""
         rows, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
-        if requests and not (receipt is not None and receipt.stopped):
+        if requests and not (receipt is not None and receipt.cuts):
             self._rates.ran(rows, requests, self._clock_ns() - self._step_began_ns)
         self._steps.ended(output, receipt)
         self.sweep()
@@ -543,7 +544,7 @@ class Coordinator:
         self.facts.append({"transition": transition, "kind": kind, "at_ns": self._clock_ns(), **values})
 
     def _report_receipt(self, rid: RequestId, tracked: Tracked, holding: Holding | None) -> None:
-        receipt, tag = tracked.receipt, tracked.tag
+        receipt, cut, tag = tracked.receipt, tracked.cut, tracked.tag
         self.facts.append(
             {
                 "transition": None,
@@ -554,7 +555,10 @@ class Coordinator:
                 "at_ns": self._clock_ns(),
                 "request": rid,
                 "frontier_tokens": holding.frontier_tokens if holding else 0,
-                "stopped": bool(receipt and receipt.stopped),
+                "choice": cut.choice.value if cut else None,
+                "cost": {choice.value: cost for choice, cost in cut.cost.items()} if cut else None,
+                "layer": cut.layer if cut else None,
+                "stopped": bool(cut and cut.choice is Choice.STOP),
                 "obsolete_closed_ns": receipt.obsolete_closed_ns if receipt else None,
                 "safe_points": receipt.safe_points if receipt else 0,
                 "longest_interval_ns": receipt.longest_interval_ns if receipt else 0,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from retire.core.fence import Choice
 from retire.core.types import RequestId, Ticket
 
 
@@ -28,25 +29,46 @@ class PlannedRows:
 class StepPlan:
     """`armed`: the worker looks at the table at its safe points.
 
-    `foreign_rows`: the step also computes rows of requests without a scope, so it is never stopped.
+    `foreign_rows`: how many rows of requests without a scope the step also computes; they always go on.
+    `unit_tokens`: where a certificate may end.  `least_rows`: fewer rows than this take as long as this many.
     """
 
     seq: int
     rows: tuple[PlannedRows, ...]
-    foreign_rows: bool
+    foreign_rows: int
     armed: bool
+    unit_tokens: int = 1
+    least_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A request's rows that lost their use while they were computed.
+
+    `cost`: of every choice that was open, in row-layers (`retire.core.fence`).  `layer`: how many had been computed.
+    `end`: rows from here on were no longer computed.
+    """
+
+    request: RequestId
+    choice: Choice
+    cost: dict[Choice, int]
+    layer: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """A participant's statement about one step.
 
-    `stopped`: the step ended at a safe point; no row of it is complete.  Otherwise every row was computed in every
-    layer: `frontier_ready`.  `obsolete_closed_ns`: CLOCK_MONOTONIC, when obsolete rows were no longer computed.
-    `safe_points`: how many were passed.  `longest_interval_ns`: the longest time between two of them.
+    `ends`: for each of the plan's rows, up to which token they were computed in every layer (`frontier_ready`).
+    `stopped`: the step ended at a safe point; no row of it is complete.
+    `obsolete_closed_ns`: CLOCK_MONOTONIC, when no obsolete row was computed any more; the step's end where none was
+    cut.  `safe_points`: how many were passed.  `longest_interval_ns`: the longest time between two of them.
     """
 
     seq: int
+    ends: tuple[int, ...]
+    cuts: tuple[Cut, ...]
     stopped: bool
     obsolete_closed_ns: int
     safe_points: int

@@ -33,6 +33,13 @@ class Rates:
         else:
             self.decode_ns = _mixed(self.decode_ns, took_ns)
 
+    @property
+    def least_rows(self) -> int:
+        """Fewer rows than this take as long as this many; 0 while nobody knows."""
+        if not self.decode_ns or not self.ns_per_token:
+            return 0
+        return int(self.decode_ns / self.ns_per_token)
+
     def is_long(self, rows: int, requests: int) -> bool:
         """Whether a step is expected to take `long_ns` or more.  What was never measured may."""
         known = self.decode_ns

@@ -68,7 +68,7 @@ class VersionedScheduler:
                 ownership,
                 groups,
                 hash_tokens=scheduler.hash_block_size,
-                is_long=rates.is_long,
+                rates=rates,
                 grid_tokens=self._grid_tokens,
             ),
             rates=rates,

@@ -10,14 +10,16 @@ readable until they are reused.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any, Protocol
 
 from retire.authority.tag import Tag
 from retire.core.errors import InvariantViolation
 from retire.core.types import BlockRef, KVGroup, RequestId, TenantId
-from retire.engine.plan import PlannedRows, Receipt, StepPlan
+from retire.engine.plan import Cut, PlannedRows, Receipt, StepPlan
+from retire.engine.rates import Rates
 from retire.kv.ownership import Ownership
 
 
@@ -48,6 +50,7 @@ class Tracked:
     `alone`: it shares no step with others.  `reads_nothing`: neither does it read what others have published.
     `grid_tokens`: see `Holding`.
     `blocks`: per KV group and position, the block that was given for it, slid out of the window or not.
+    `receipt`, `cut`: of its last step; None when no row of it was cut there.
     """
 
     tag: Tag
@@ -62,10 +65,11 @@ class Tracked:
     written_rows: int = 0
     lost_until: int = 0
     receipt: Receipt | None = None
+    cut: Cut | None = None
 
 
 class Steps:
-    """One per scheduler.  `is_long(rows, requests)`: whether a step of that size is worth being watched."""
+    """One per scheduler."""
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class Steps:
         groups: tuple[KVGroup, ...],
         *,
         hash_tokens: int,
-        is_long: Callable[[int, int], bool],
+        rates: Rates,
         grid_tokens: int,
     ) -> None:
         self.requests: dict[RequestId, Tracked] = {}
@@ -82,7 +86,8 @@ class Steps:
         self._ownership = ownership
         self._groups = groups
         self._hash_tokens = hash_tokens
-        self._is_long = is_long
+        self._rates = rates
+        self._unit_tokens = lcm(*(group.block_tokens for group in groups))
         self._grid_tokens = grid_tokens
         self._plans: deque[StepPlan] = deque()
         self._unpublished: dict[int, set[Any]] = {}
@@ -127,10 +132,15 @@ class Steps:
         ]
         if rows:
             self._seq += 1
-            foreign = len(rows) < len(output.num_scheduled_tokens)
-            requests = len(output.num_scheduled_tokens)
-            armed = not foreign and self._is_long(output.total_num_scheduled_tokens, requests)
-            plan = StepPlan(self._seq, tuple(rows), foreign_rows=foreign, armed=armed)
+            total = output.total_num_scheduled_tokens
+            plan = StepPlan(
+                self._seq,
+                tuple(rows),
+                foreign_rows=total - sum(planned.end - planned.start for planned in rows),
+                armed=self._rates.is_long(total, len(output.num_scheduled_tokens)),
+                unit_tokens=self._unit_tokens,
+                least_rows=self._rates.least_rows,
+            )
             self._plans.append(plan)
             self._unpublished[plan.seq] = self._scheduling
             output.retire_plan = plan
@@ -178,16 +188,19 @@ class Steps:
         if receipt is None or receipt.seq != plan.seq or self._plans.popleft().seq != plan.seq:
             raise InvariantViolation(f"invariant 7: step {plan.seq} ended without its receipt")
         del self._unpublished[plan.seq]
-        for rows in plan.rows:
+        for rows, end in zip(plan.rows, receipt.ends, strict=True):
             tracked = self.requests.get(rows.request)
             if tracked is not None:
-                self._take(tracked, rows, plan, receipt)
+                tracked.steps_in_flight -= 1
+                tracked.receipt = receipt
+                tracked.cut = next((cut for cut in reversed(receipt.cuts) if cut.request == rows.request), None)
+                if end > rows.start and plan.seq > tracked.lost_until:
+                    self._written(tracked, replace(rows, end=end, on_grid=rows.on_grid and end == rows.end))
 
-    def _take(self, tracked: Tracked, rows: PlannedRows, plan: StepPlan, receipt: Receipt) -> None:
-        tracked.steps_in_flight -= 1
-        tracked.receipt = receipt
+    def _written(self, tracked: Tracked, rows: PlannedRows) -> None:
+        """These rows were computed in every layer."""
         request = self._engine.request(rows.request)
-        if receipt.stopped or request is None or plan.seq <= tracked.lost_until:
+        if request is None:
             return
         if tracked.frontier_tokens < rows.start or not self._still_owned(tracked, rows):
             return  # an earlier step of it was stopped, or a block was handed on too early

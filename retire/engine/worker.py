@@ -1,95 +1,230 @@
 """Worker side of FENCE: the armed step, its safe points, its receipt.
 
-Owns: the decision to stop the running step.  Must not know: the scheduler, HTTP, what happens after.
-Strategy: a safe point is one table load per request of the step; a stopped step leaves through `StepFenced`, which
-never leaves the model's forward call.
+Owns: what becomes of the running step's rows.  Must not know: the scheduler, HTTP, what happens after, how rows are
+cut out of a pass (`retire.engine.trim`).
+Strategy: a safe point is one table load per request of the step.  Between two decoder layers rows can be cut out;
+inside one, and where the pass cannot be cut, a step stops only as a whole: it leaves through `StepFenced`, which never
+leaves the model's forward call.
 """
 
 from __future__ import annotations
 
 import functools
 import time
+from typing import Protocol
 
 from retire import seal
 from retire.authority import home
 from retire.authority.table import AuthorityTable
-from retire.engine.plan import PlannedRows, Receipt, StepPlan
+from retire.core import fence
+from retire.core.fence import Choice
+from retire.core.types import RequestId
+from retire.engine.plan import Cut, PlannedRows, Receipt, StepPlan
+from retire.settings import Settings
+
+FINE_NS = 5_000_000  # a layer that takes longer is asked inside, too
 
 
 class StepFenced(BaseException):
     """Every row of the running step is obsolete.  Raised at a safe point, caught around the model's forward."""
 
 
-def obsolete(table: AuthorityTable, rows: PlannedRows) -> bool:
-    """Whether nobody can use these rows any more.
+class Pass(Protocol):
+    """The running forward pass, as far as rows can be cut out of it."""
 
-    A revoked request's rows are useful only below its row limit, which a promised prefix sets; without a promise
-    they are not.  A current request's rows are obsolete when its client has gone (limit 0).
-    """
-    limit = table.limit(rows.ticket)
-    if table.current(rows.ticket):
-        return limit == 0
-    return limit is None or limit <= rows.start
+    layers: int
 
-
-FINE_NS = 5_000_000  # a layer that takes longer is asked inside, too
+    def keep(self, ends: dict[RequestId, int]) -> None:
+        """From the coming layer on compute only so many leading rows of these requests."""
 
 
 class StepGuard:
-    """One per worker process.
+    """One per worker process.  `patience`: at so many safe points a row limit that nobody has set yet is waited for.
 
     `armed`: the attention layers' safe points are live.  `fine`: so are those of linear layers; never without `armed`.
     """
 
-    def __init__(self, table: AuthorityTable) -> None:
-        self._table = table
-        self._plan: StepPlan | None = None
+    def __init__(self, table: AuthorityTable, patience: int = 0) -> None:
         self.armed = False
         self.fine = False
-        self._stopped_ns = 0
-        self._safe_points = 0
-        self._last_ns = 0
-        self._longest_ns = 0
+        self._table = table
+        self._patience = patience
+        self._plan: StepPlan | None = None
+        self._begin_rows(())
+
+    def _begin_rows(self, rows: tuple[PlannedRows, ...]) -> None:
+        self._pass: Pass | None = None
+        self._layers = self._layer = 0
+        self._attention = ""
+        self._ends = [one.end for one in rows]  # up to where each request's rows go on
+        self._wanted = list(self._ends)  # the last that was decided upon
+        self._asked = [0] * len(rows)  # how often a revoked request was found without a limit
+        self._cuts: list[Cut] = []
+        self._closed_ns = self._safe_points = self._longest_ns = 0
+        self._stopped = False
+        self._last_ns = time.monotonic_ns()
 
     def begin(self, plan: StepPlan | None) -> None:
         """A step starts.  It is armed where its model's forward is: only there can a fence be caught."""
         self._plan = plan
         self.disarm()
-        self._stopped_ns = self._safe_points = self._longest_ns = 0
-        self._last_ns = time.monotonic_ns()
+        self._begin_rows(plan.rows if plan is not None else ())
 
-    def arm(self) -> None:
-        """The model's forward begins: from here to its end the plan's safe points are live."""
-        self.armed = self._plan is not None and self._plan.armed
+    @property
+    def wanted(self) -> bool:
+        """Whether the step's forward is to be armed."""
+        return self._plan is not None and self._plan.armed
+
+    def arm(self, layers: int, running: Pass | None = None) -> None:
+        """The model's forward begins: from here to its end the plan's safe points are live.
+
+        `running`: None where rows cannot be cut out.
+        """
+        self.armed = self.wanted
+        self._pass, self._layers, self._layer, self._attention = running, layers, 0, ""
         self._last_ns = time.monotonic_ns()
 
     def disarm(self) -> None:
         """No safe point is live until the next forward."""
         self.armed = self.fine = False
 
+    def layer_point(self, layer: int) -> None:
+        """Before decoder layer number `layer`: decide, and cut or raise StepFenced."""
+        self._layer = layer
+        self._pass_point()
+        self._decide()
+
     def safe_point(self) -> None:
-        """Raise StepFenced when every row of the armed step is obsolete."""
+        """Inside a layer: raise StepFenced when no row of the step is of any use."""
+        self._pass_point()
+        plan = self._armed_plan()
+        if plan.foreign_rows == 0 and all(
+            self._wanted_of(number) == rows.start for number, rows in enumerate(plan.rows)
+        ):
+            self._decide()
+
+    def attention_point(self, name: str) -> None:
+        """Before an attention operation of that layer.  Where rows cannot be cut out, steps are decided upon here."""
+        if self._pass is not None:
+            self.safe_point()
+            return
+        if self._attention not in ("", name):
+            self._layer = min(self._layer + 1, self._layers - 1)
+        self._attention = name
+        self._pass_point()
+        self._decide()
+
+    def _pass_point(self) -> None:
         now = time.monotonic_ns()
         self._safe_points += 1
         self._longest_ns = max(self._longest_ns, now - self._last_ns)
         self._last_ns = now
         self.fine = self._longest_ns >= FINE_NS
-        assert self._plan is not None
-        if all(obsolete(self._table, rows) for rows in self._plan.rows):
+
+    def _armed_plan(self) -> StepPlan:
+        assert self._plan is not None, "a safe point of a step without a plan"
+        return self._plan
+
+    def _wanted_of(self, number: int) -> int:
+        """Up to where the rows are of use, as far as is known now.
+
+        A current request's rows all are, unless its client has gone (limit 0).  A revoked one's are below the limit
+        that its successor sets; until that is known, or no longer waited for, they go on.
+        """
+        plan, end = self._armed_plan(), self._ends[number]
+        rows = plan.rows[number]
+        limit, current = self._table.limit(rows.ticket), self._table.current(rows.ticket)
+        if limit == 0:
+            return rows.start
+        if current:
+            return end
+        if limit is None:
+            return end if self._asked[number] < self._patience else rows.start
+        return fence.useful_end(rows.start, end, limit, plan.unit_tokens)
+
+    def _decide(self) -> None:
+        plan = self._armed_plan()
+        wanted = [self._wanted_of(number) for number in range(len(plan.rows))]
+        for number, rows in enumerate(plan.rows):
+            self._asked[number] += self._table.limit(rows.ticket) is None and not self._table.current(rows.ticket)
+        if wanted == self._wanted:
+            return
+        before, changed = self._ends.copy(), [number for number, end in enumerate(wanted) if end < self._wanted[number]]
+        self._wanted = wanted
+        if self._pass is None:
+            self._decide_together(changed)
+        else:
+            for number in changed:
+                self._decide_alone(number)
+        if self._ends == before:
+            return
+        if plan.foreign_rows == 0 and all(end == rows.start for end, rows in zip(self._ends, plan.rows, strict=True)):
+            self._stopped = True
+            self._closed_ns = time.monotonic_ns()
             self.disarm()
-            self._stopped_ns = now
             raise StepFenced
+        assert self._pass is not None, "what cannot be cut stops as a whole"
+        self._pass.keep({rows.request: end - rows.start for end, rows in zip(self._ends, plan.rows, strict=True)})
+        self._closed_ns = time.monotonic_ns()
+
+    def _decide_alone(self, number: int) -> None:
+        """Rows of one request; all others stay as they are."""
+        plan = self._armed_plan()
+        rows, end = plan.rows[number], self._ends[number]
+        counts = [end - one.start for end, one in zip(self._ends, plan.rows, strict=True)]
+        decided = fence.decide(
+            fence.Rows(rows.start, end, self._wanted[number]),
+            layers=self._layers,
+            remaining=self._layers - self._layer,
+            company=sum(counts) - counts[number] + plan.foreign_rows,
+            least_rows=plan.least_rows,
+            can_trim=True,
+        )
+        self._ends[number] = decided.end
+        self._cuts.append(Cut(rows.request, decided.choice, decided.cost, self._layer, decided.end))
+
+    def _decide_together(self, changed: list[int]) -> None:
+        """The step as a whole: it may stop when nobody is current in it any more."""
+        plan = self._armed_plan()
+        over = all(not self._table.holds(rows.ticket) for rows in plan.rows)
+        if plan.foreign_rows or not over:
+            return
+        useful = sum(end - rows.start for end, rows in zip(self._wanted, plan.rows, strict=True))
+        decided = fence.decide(
+            fence.Rows(0, sum(rows.end - rows.start for rows in plan.rows), useful),
+            layers=self._layers,
+            remaining=self._layers - self._layer,
+            company=0,
+            least_rows=plan.least_rows,
+            can_trim=False,
+        )
+        if decided.choice is Choice.STOP:
+            self._ends = [rows.start for rows in plan.rows]
+        for number in changed:
+            rows = plan.rows[number]
+            self._cuts.append(Cut(rows.request, decided.choice, decided.cost, self._layer, self._ends[number]))
+
+    def uncut(self) -> None:
+        """The forward starts again from its beginning, with all its rows and without safe points."""
+        self.disarm()
+        self._pass = None
+        self._ends = [rows.end for rows in self._armed_plan().rows]
+        self._cuts.clear()
+        self._closed_ns = 0
 
     def end(self) -> Receipt | None:
         """The step is over; its receipt, or None when it held no scoped request."""
         plan, self._plan = self._plan, None
         self.disarm()
+        self._pass = None
         if plan is None:
             return None
         return Receipt(
             seq=plan.seq,
-            stopped=self._stopped_ns > 0,
-            obsolete_closed_ns=self._stopped_ns or time.monotonic_ns(),
+            ends=tuple(self._ends),
+            cuts=tuple(self._cuts),
+            stopped=self._stopped,
+            obsolete_closed_ns=self._closed_ns or time.monotonic_ns(),
             safe_points=self._safe_points,
             longest_interval_ns=self._longest_ns,
         )
@@ -99,4 +234,4 @@ class StepGuard:
 def guard() -> StepGuard:
     """The guard of this worker process.  Raises SeamError when the process is not patched."""
     seal.require()
-    return StepGuard(home.table())
+    return StepGuard(home.table(), Settings.from_env().limit_patience)

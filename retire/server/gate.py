@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from retire.authority.store import ScopeView
 from retire.authority.tag import EPOCH_KEY, PREFIX, SCOPE_KEY, Tag, to_xargs
+from retire.core.certificate import common_prefix
 from retire.core.errors import (
     EngineError,
     EpochRevoked,
@@ -28,6 +29,7 @@ from retire.core.errors import (
 from retire.core.types import EPOCH_MAX, Epoch, ScopeId, TenantId, Ticket
 from retire.server import metrics
 from retire.server.frames import CHOICES_MAX, Count, Frames, dumps
+from retire.server.prompts import told_prompt
 from retire.server.requests import (
     contract_from_header,
     parse_successor,
@@ -225,7 +227,13 @@ class Exchange:
             _merge(request.scope, None, successor, superseding=True)
             serves_model(service, successor)
         done = service.supersede(
-            tenant, request.scope, request.expected_epoch, contract, request.reason, _idempotency(headers, raw)
+            tenant,
+            request.scope,
+            request.expected_epoch,
+            contract,
+            request.reason,
+            _idempotency(headers, raw),
+            successor_follows=successor is not None,
         )
         self._advanced = done.record
         if successor is None or not done.fresh:
@@ -297,7 +305,8 @@ class Exchange:
         self._about, reason = scope_name, headers.reason()
         contract = contract_from_header(headers.get("x-retire-contract"), service.settings)
         told = f"{scope_name}\0{expected}\0{headers.get('x-retire-contract')}".encode()
-        done = service.supersede(tenant, scope_name, expected, contract, reason, _idempotency(headers, told))
+        keys = _idempotency(headers, told)
+        done = service.supersede(tenant, scope_name, expected, contract, reason, keys, successor_follows=True)
         self._advanced = done.record
         return done
 
@@ -470,6 +479,8 @@ class Stream:
         self._start: Message | None = None
         self._started = False
         self._buffer: list[bytes] = []
+        self._prompts: list[list[int]] = []
+        self._compared_with = Epoch(0)
         self._request_body: bytes | None = self._prepare(path, body, exact=exact)
 
     def _prepare(self, path: str, body: dict[str, Any], *, exact: bool) -> bytes:
@@ -514,6 +525,16 @@ class Stream:
         """The successor starts with so many tokens of this one's."""
         self._service.authority.lower(self._ticket, tokens)
 
+    def compare(self, epoch: Epoch, tokens: list[int]) -> None:
+        """The first request of a later epoch has this prompt; what others of that epoch have is no matter."""
+        if epoch > self._compared_with:
+            self._compared_with = epoch
+            self.promise(max((common_prefix(own, tokens) for own in self._prompts), default=0))
+
+    def _told_prompt(self, tokens: list[int]) -> None:
+        self._prompts.append(tokens)
+        self._service.successor_starts_with(self._view.tenant, self._view.scope, self.epoch, tokens)
+
     def published(self) -> dict[str, Any]:
         """What has passed the last gate."""
         return {"epoch": self.epoch, "choices": self._frames.summary()}
@@ -523,7 +544,9 @@ class Stream:
     async def run(self, inner_scope: Scope) -> None:
         """Serve until the application is done, the client leaves, or the epoch loses authority."""
         self._bound_backlog()
+        told = told_prompt.set(self._told_prompt)
         inner = asyncio.ensure_future(self._exchange.call(inner_scope, self._receive, self._send))
+        told_prompt.reset(told)
         revoked = asyncio.ensure_future(self._revoked.wait())
         try:
             await asyncio.wait({inner, revoked}, return_when=asyncio.FIRST_COMPLETED)
@@ -560,12 +583,16 @@ class Stream:
             service.authority.lower(self._ticket, 0)
             service.authority.release(self._ticket)
         else:
+            service.linger(view.tenant, view.scope, self)
             service.spawn(self._release_when_fenced(self._fenced))
 
     async def _release_when_fenced(self, fenced: asyncio.Event) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(fenced.wait(), FENCE_WAIT_S)
-        self._service.authority.release(self._ticket)
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(fenced.wait(), FENCE_WAIT_S)
+        finally:
+            self._service.gone(self._view.tenant, self._view.scope, self)
+            self._service.authority.release(self._ticket)
 
     def _bound_backlog(self) -> None:
         """Keep what this process and the kernel hold behind the last gate small (`stated_backlog`)."""

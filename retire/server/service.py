@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 from retire.authority.store import Authority, ScopeView
 from retire.core.errors import EngineError, NotFound, OverLimit, Unsupported
-from retire.core.types import Contract, Epoch, ScopeId, Stage, TenantId, TransitionId
+from retire.core.types import Contract, Epoch, Inherit, ScopeId, Stage, TenantId, TransitionId
 from retire.server import metrics
 from retire.server.transitions import Transition, Transitions, now_ns
 from retire.settings import Settings
@@ -46,6 +46,9 @@ class LiveStream(Protocol):
     def promise(self, tokens: int) -> None:
         """The successor starts with so many tokens of this request's."""
 
+    def compare(self, epoch: Epoch, tokens: list[int]) -> None:
+        """The first request of `epoch`, which is a later one, starts with these tokens."""
+
     def published(self) -> dict[str, Any]:
         """Per choice, what has passed the last gate."""
 
@@ -64,6 +67,7 @@ class _Household:
     """What is remembered of one tenant's scopes: nobody's pushes out another's."""
 
     streams: dict[ScopeId, set[LiveStream]] = field(default_factory=dict)
+    leaving: dict[ScopeId, set[LiveStream]] = field(default_factory=dict)
     settled: OrderedDict[ScopeId, list[dict[str, Any]]] = field(default_factory=OrderedDict)
     salts: OrderedDict[ScopeId, str] = field(default_factory=OrderedDict)
 
@@ -102,10 +106,13 @@ class Service:
         contract: Contract,
         reason: str | None = None,
         idempotency: tuple[str, bytes] | None = None,
+        *,
+        successor_follows: bool,
     ) -> Superseded:
         """ADVANCE.  No await between the look and the store, and none before everybody concerned is told.
 
-        `idempotency`: key and the request's bytes.
+        `idempotency`: key and the request's bytes.  `successor_follows`: the successor is being submitted by the same
+        call, so how much it has in common with its predecessors will be known in a moment (`successor_starts_with`).
 
         Raises:
             CallerError: as `Authority.advance`; Unsupported for a key that came with another body; OverLimit.
@@ -134,15 +141,12 @@ class Service:
             contract=contract,
             advanced_ns=advanced_ns,
         )
-        if contract.keep_prefix_tokens is not None:
-            for stream in self.streams(tenant, record.scope):
-                if stream.epoch == advanced.old_epoch:
-                    stream.promise(contract.keep_prefix_tokens)
+        self._limit_rows(record, successor_follows=successor_follows)
         self.transitions.add(record, open_=True)
         household = self._households[tenant]
         record.published = household.settled.pop(record.scope, [])
         self._revoke_streams(record.tenant, record.scope, superseded_by=advanced.new_epoch, record=record)
-        if contract.inherit.value == "none":
+        if contract.inherit is Inherit.NONE:
             household.salts[record.scope] = f"retire:{record.id}"
             while len(household.salts) > SALTED_SCOPES:
                 household.salts.popitem(last=False)
@@ -276,6 +280,37 @@ class Service:
             settled.move_to_end(scope)
             while len(settled) > SETTLED_SCOPES:
                 settled.popitem(last=False)
+
+    def linger(self, tenant: TenantId, scope: ScopeId, stream: LiveStream) -> None:
+        """A revoked response has ended; its request may still be computed, until `gone`."""
+        self._households[tenant].leaving.setdefault(scope, set()).add(stream)
+
+    def gone(self, tenant: TenantId, scope: ScopeId, stream: LiveStream) -> None:
+        """Nothing of it is computed any more."""
+        leaving = self._households[tenant].leaving
+        leaving[scope].discard(stream)
+        if not leaving[scope]:
+            del leaving[scope]
+
+    def _computed(self, tenant: TenantId, scope: ScopeId) -> set[LiveStream]:
+        """Responses of the scope whose requests may be in a step."""
+        return self.streams(tenant, scope) | self._households[tenant].leaving.get(scope, set())
+
+    def successor_starts_with(self, tenant: TenantId, scope: ScopeId, epoch: Epoch, tokens: list[int]) -> None:
+        """A request of `epoch` has this prompt: what it has in common with older ones is still worth computing."""
+        for stream in self._computed(tenant, scope):
+            if stream.epoch < epoch:
+                stream.compare(epoch, tokens)
+
+    def _limit_rows(self, record: Transition, *, successor_follows: bool) -> None:
+        """What of the revoked requests is still worth computing, as far as the contract says."""
+        wanted: int | None = record.contract.keep_prefix_tokens
+        if record.contract.inherit is Inherit.NONE or (wanted is None and not successor_follows):
+            wanted = 0
+        if wanted is not None:
+            for stream in self._computed(record.tenant, record.scope):
+                if stream.epoch <= record.old_epoch:
+                    stream.promise(wanted)
 
     def _revoke_streams(
         self, tenant: TenantId, scope: ScopeId, *, superseded_by: int | None, record: Transition | None

@@ -54,6 +54,9 @@ class Transition:
                     {
                         "request": fact["request"],
                         "stopped": fact["stopped"],
+                        "choice": fact["choice"],
+                        "layer": fact["layer"],
+                        "cost_row_layers": fact["cost"],
                         "obsolete_closed_ms": _ms(max(0, obsolete_closed_ns - self.advanced_ns)),  # 0: before
                         "frontier_tokens": fact["frontier_tokens"],
                         "safe_points": fact["safe_points"],

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -26,13 +27,13 @@ from retire.authority.tag import Tag
 from retire.core.certificate import Geometry
 from retire.core.errors import InvariantViolation
 from retire.core.invariants import check
-from retire.core.types import Epoch, KVGroup, ScopeId, TenantId
+from retire.core.types import Epoch, KVGroup, RequestId, ScopeId, TenantId
 from retire.engine.coordinator import Coordinator
 from retire.engine.keeper import Keeper
-from retire.engine.plan import Receipt
+from retire.engine.plan import Receipt, StepPlan
 from retire.engine.rates import Rates
 from retire.engine.steps import Steps
-from retire.engine.worker import obsolete
+from retire.engine.worker import StepFenced, StepGuard
 from retire.kv.ownership import Ownership, Quota
 
 BLOCK = 4
@@ -131,6 +132,32 @@ class FakeStep(SimpleNamespace):
     writes: list[tuple[FakeRequest, int, int, list[list[Any]]]]
 
 
+def whole(plan: StepPlan) -> Receipt:
+    """Of a step that ran to its end."""
+    ends = tuple(rows.end for rows in plan.rows)
+    return Receipt(plan.seq, ends, (), stopped=False, obsolete_closed_ns=1, safe_points=0, longest_interval_ns=0)
+
+
+class AnyPass:
+    """A forward pass that any rows can be cut out of."""
+
+    layers = 1
+
+    def keep(self, ends: dict[RequestId, int]) -> None:
+        pass
+
+
+class FixedRates(Rates):
+    """Steps of so many rows are long, whatever they took."""
+
+    def __init__(self, arm_rows: int) -> None:
+        super().__init__(0, None)
+        self._arm_rows = arm_rows
+
+    def is_long(self, rows: int, requests: int) -> bool:  # noqa: ARG002
+        return rows >= self._arm_rows
+
+
 class World:
     def __init__(
         self,
@@ -142,14 +169,16 @@ class World:
         quota: Quota | None = None,
         exact_tokens: int | None = None,
         tier: Any = None,
+        patience: int = 0,
     ) -> None:
+        self.patience = patience
         self.table = AuthorityTable.create(folder / "table", tenants=1, scopes_per_tenant=16, rows=256)
         self.pool = BlockPool(blocks, enable_caching=False, hash_block_size=BLOCK)
         self.now_ns = 1
         self.groups = groups
         self.quota = Quota(blocks) if quota is None else quota
         self.ownership = Ownership(self.pool, lambda _: self.quota, blocks)
-        rates = Rates(0, None)
+        rates = FixedRates(arm_rows)
         geometry = Geometry(groups, self.ownership.generation, exact_tokens, rates.pays, offloads=tier is not None)
         self.retire = Coordinator(
             engine=self,
@@ -160,7 +189,7 @@ class World:
                 self.ownership,
                 groups,
                 hash_tokens=BLOCK,
-                is_long=lambda rows, _requests: rows >= arm_rows,
+                rates=rates,
                 grid_tokens=exact_tokens or 16,
             ),
             rates=rates,
@@ -300,14 +329,14 @@ class World:
         """The oldest step ends.  `stop`: whether a safe point is reached in time; None: when the plan allows it."""
         step = self.steps.popleft()
         plan = getattr(step, "retire_plan", None)
-        may_stop = plan is not None and plan.armed and all(obsolete(self.table, rows) for rows in plan.rows)
-        stopped = may_stop if stop is None else stop
-        assert may_stop or not stopped, "the worker would not have stopped this step"
-        if not stopped:
-            for request, start, end, table in step.writes:
+        computed = None if plan is None else self._computed(plan, stop)
+        ends = (
+            {} if computed is None else {rows.request: end for rows, end in zip(plan.rows, computed.ends, strict=True)}
+        )
+        for request, start, end, table in step.writes:
+            if (end := ends.get(request.request_id, end)) > start:
                 self._write(request, start, end, table)
-        if plan is not None and receipt is None:
-            receipt = Receipt(plan.seq, stopped, self.now_ns, 1, 1)
+        receipt = receipt or computed
         self.retire.step_ended(step, receipt)
         for rid in step.num_scheduled_tokens:
             request = self.requests.get(rid)
@@ -319,6 +348,19 @@ class World:
             else:
                 request.all_token_ids.append(len(request.all_token_ids) * 7 % 50)
         self.retire.facts.flush()
+
+    def _computed(self, plan: StepPlan, stop: bool | None) -> Receipt:
+        """What a worker of one decoder layer makes of the step."""
+        guard = StepGuard(self.table, patience=self.patience)
+        guard.begin(plan)
+        if plan.armed and stop is not False:
+            guard.arm(1, AnyPass())
+            with suppress(StepFenced):
+                guard.layer_point(0)
+        receipt = guard.end()
+        assert receipt is not None
+        assert receipt.stopped or not stop, "the worker would not have stopped this step"
+        return replace(receipt, obsolete_closed_ns=self.now_ns, safe_points=1, longest_interval_ns=1)
 
     def step(self, budget: int = 16) -> bool:
         """Schedule and finish one step; False when there was nothing to do."""
@@ -1024,9 +1066,7 @@ def test_a_step_without_its_receipt_is_a_defect(tmp_path: Path, seq: int | None)
     world = World(tmp_path)
     world.admit(world.scope(), PROMPT)
     step = world.schedule()
-    receipt = (
-        None if seq is None else Receipt(seq, stopped=False, obsolete_closed_ns=1, safe_points=0, longest_interval_ns=0)
-    )
+    receipt = None if seq is None else replace(whole(step.retire_plan), seq=seq)
     with pytest.raises(InvariantViolation, match="invariant 7"):
         world.retire.step_ended(step, receipt)
     world.close()
@@ -1038,20 +1078,43 @@ def test_receipts_out_of_order_are_a_defect(tmp_path: Path) -> None:
     world.schedule(8)
     second = world.schedule(8)
     assert second is not None
-    receipt = Receipt(second.retire_plan.seq, stopped=False, obsolete_closed_ns=1, safe_points=0, longest_interval_ns=0)
+    receipt = whole(second.retire_plan)
     with pytest.raises(InvariantViolation, match="invariant 7"):
         world.retire.step_ended(second, receipt)
     world.close()
 
 
-def test_foreign_rows_disarm_a_step(world: World) -> None:
-    scoped = world.admit(world.scope(), PROMPT)
-    world.admit(None, [5] * 8)
+def test_rows_without_a_scope_go_on_when_those_beside_them_stop(world: World) -> None:
+    scope = world.scope()
+    old = world.admit(scope, PROMPT)
+    foreign = world.admit(None, [5] * 8)
     step = world.schedule(64)
     assert step is not None
-    assert step.retire_plan.foreign_rows
-    assert not step.retire_plan.armed
-    assert [rows.request for rows in step.retire_plan.rows] == [scoped]
+    assert step.retire_plan.foreign_rows == 8
+    assert [rows.request for rows in step.retire_plan.rows] == [old]
+    scope.supersede()
+    world.deliver()
+    world.finish_step()
+    receipt = world.one("receipt")
+    assert (receipt["choice"], receipt["stopped"], receipt["frontier_tokens"]) == ("stop", True, 0)
+    mine = world.tables[foreign][0][:2]
+    assert all((block.block_id, offset) in world.content for block in mine for offset in range(BLOCK))
+
+
+def test_a_step_is_trimmed_to_what_its_successor_shares(world: World) -> None:
+    scope = world.scope()
+    old = world.admit(scope, PROMPT)
+    step = world.schedule(32)
+    assert step is not None
+    scope.supersede(keep_prefix_tokens=18)
+    world.table.lower(world.tags[old].ticket, 18)
+    world.deliver()
+    world.finish_step()
+    receipt = world.one("receipt")
+    assert (receipt["choice"], receipt["stopped"], receipt["frontier_tokens"]) == ("trim", False, 16)
+    new = world.admit(scope, [*PROMPT[:18], 1, 2, 3, 4])
+    world.run(until=new)
+    assert world.one("certificate")["tokens"] == 16
 
 
 def test_only_long_steps_are_armed(tmp_path: Path) -> None:
@@ -1128,7 +1191,7 @@ def test_a_receipt_from_before_a_preemption_says_nothing_about_the_new_blocks(wo
     world.preempt(old)
     world.cache.clear()
     assert world.retire.leftovers()["steps_in_flight"] == 1
-    receipt = Receipt(first.retire_plan.seq, stopped=False, obsolete_closed_ns=1, safe_points=1, longest_interval_ns=1)
+    receipt = whole(first.retire_plan)
     world.retire.step_ended(first, receipt)
     assert old not in world.published
     world.step(8)
@@ -1590,7 +1653,7 @@ def test_accepted_drafts_do_not_end_publication(world: World) -> None:
         table = [list(group) for group in world.tables[rid]]
         accepted = FakeRequest(rid, [*request.all_token_ids, 60, 61, 62], 40, "")
         world._write(accepted, start, start + 4, table)
-        world.retire.step_ended(step, Receipt(step.retire_plan.seq, False, 1, 0, 0))
+        world.retire.step_ended(step, whole(step.retire_plan))
         request.all_token_ids += [60, 61, 62]  # two drafts accepted, one more token sampled
         request.num_computed_tokens = start + 3
     scope.supersede()
@@ -1738,10 +1801,12 @@ def test_orphans_are_not_remembered_as_closing(world: World) -> None:
 class Churn(RuleBasedStateMachine):
     """Anything may happen in any order, with up to two steps in flight and a pool that is too small."""
 
-    @initialize(blocks=st.sampled_from([20, 28, 65]), groups=st.sampled_from([FULL, HYBRID]))
-    def begin(self, blocks: int, groups: tuple[KVGroup, ...]) -> None:
+    @initialize(
+        blocks=st.sampled_from([20, 28, 65]), groups=st.sampled_from([FULL, HYBRID]), patience=st.integers(0, 1)
+    )
+    def begin(self, blocks: int, groups: tuple[KVGroup, ...], patience: int) -> None:
         self.folder = TemporaryDirectory()
-        self.world = World(Path(self.folder.name), blocks=blocks, groups=groups)
+        self.world = World(Path(self.folder.name), blocks=blocks, groups=groups, patience=patience)
         for name in "abc":
             self.world.scope(name)
 
@@ -1797,6 +1862,13 @@ class Churn(RuleBasedStateMachine):
     @rule(late=st.booleans())
     def step_ends(self, late: bool) -> None:
         self.world.finish_step(stop=False if late else None)
+
+    @rule(data=st.data(), tokens=st.integers(0, 40))
+    def limit_falls(self, data: st.DataObject, tokens: int) -> None:
+        """The successor of a revoked request says how much of it is still wanted; also too late, or never."""
+        revoked = [tag for tag in self.world.tags.values() if not self.world.table.current(tag.ticket)]
+        if revoked:
+            self.world.table.lower(data.draw(st.sampled_from(revoked)).ticket, tokens)
 
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data())

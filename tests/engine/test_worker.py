@@ -1,4 +1,4 @@
-"""The armed step: when it stops, and what its receipt says."""
+"""The armed step: what becomes of its rows, and what its receipt says."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from retire.authority.table import AuthorityTable
+from retire.core.fence import Choice
 from retire.core.types import RequestId, Ticket
-from retire.engine.plan import PlannedRows, Receipt, StepPlan
-from retire.engine.worker import FINE_NS, StepFenced, StepGuard, obsolete
+from retire.engine.plan import PlannedRows, StepPlan
+from retire.engine.worker import FINE_NS, StepFenced, StepGuard
 
 KEY = 77
-START, END = 100, 164
+START, END = 96, 160
+UNIT, LAYERS = 32, 4
 
 
 @pytest.fixture
@@ -41,43 +43,89 @@ class Scope:
         self.table.cancel(self.slot, self.key)
 
 
+class Pass:
+    """Remembers how many rows of whom went on."""
+
+    layers = LAYERS
+
+    def __init__(self) -> None:
+        self.kept: list[dict[RequestId, int]] = []
+
+    def keep(self, ends: dict[RequestId, int]) -> None:
+        self.kept.append(ends)
+
+
 def rows(ticket: Ticket, start: int = START, end: int = END) -> PlannedRows:
     return PlannedRows(RequestId(f"r{ticket.row}"), ticket, start, end)
 
 
-def plan(*planned: PlannedRows, seq: int = 1, foreign: bool = False, armed: bool = True) -> StepPlan:
-    return StepPlan(seq, planned, foreign_rows=foreign, armed=armed)
+def plan(
+    *planned: PlannedRows, seq: int = 1, foreign: int = 0, armed: bool = True, unit: int = UNIT, least: int = 0
+) -> StepPlan:
+    return StepPlan(seq, planned, foreign, armed, unit, least)
+
+
+def running(
+    table: AuthorityTable, told: StepPlan | None, *, patience: int = 0, cuttable: bool = True
+) -> tuple[StepGuard, Pass]:
+    """A guard in the forward of that step."""
+    guard, made = StepGuard(table, patience), Pass()
+    guard.begin(told)
+    guard.arm(LAYERS, made if cuttable else None)
+    return guard, made
 
 
 @pytest.mark.parametrize(
-    ("current", "limit", "gone"),
+    ("current", "limit", "useful"),
     [
-        (True, None, False),
-        (True, 0, True),  # its client left
-        (True, START - 1, False),
-        (True, START, False),
-        (True, START + 1, False),
-        (False, None, True),
-        (False, 0, True),
-        (False, START - 1, True),
-        (False, START, True),  # nothing of the step lies below the limit
-        (False, START + 1, False),  # the promised prefix reaches into the step
-        (False, END, False),
-        (False, END + 1, False),
+        (True, None, END),
+        (True, 0, START),  # its client left
+        (True, START - 1, END),
+        (True, START + UNIT, END),
+        (False, None, START),
+        (False, 0, START),
+        (False, START - 1, START),
+        (False, START, START),  # nothing of the step lies below the limit
+        (False, START + 1, START),  # not a whole unit does
+        (False, START + UNIT, START + UNIT),  # the common prefix reaches into the step
+        (False, END - 1, END - UNIT),
+        (False, END, END),
+        (False, END + 1, END),
     ],
 )
-def test_which_rows_are_obsolete(table: AuthorityTable, current: bool, limit: int | None, gone: bool) -> None:
+@pytest.mark.parametrize("layer", [0, 2])
+def test_the_useful_rows_go_on(
+    table: AuthorityTable, current: bool, limit: int | None, useful: int, layer: int
+) -> None:
     scope = Scope(table)
     ticket = scope.ticket()
+    guard, made = running(table, plan(rows(ticket)))
+    for done in range(layer):
+        guard.layer_point(done)
     if limit is not None:
         table.lower(ticket, limit)
     if not current:
         scope.advance()
-    assert obsolete(table, rows(ticket)) is gone
+    if useful == START:
+        with pytest.raises(StepFenced):
+            guard.layer_point(layer)
+    else:
+        guard.layer_point(layer)
+    receipt = guard.end()
+    assert receipt is not None
+    assert receipt.ends == (useful,)
+    assert receipt.stopped is (useful == START)
+    assert made.kept == ([{RequestId(f"r{ticket.row}"): useful - START}] if START < useful < END else [])
+    if useful == END:
+        assert receipt.cuts == ()
+    else:
+        (cut,) = receipt.cuts
+        assert (cut.choice, cut.layer, cut.end) == (Choice.STOP if useful == START else Choice.TRIM, layer, useful)
 
 
 @pytest.mark.parametrize("end", ["released", "released and issued again", "cancelled", "cancelled and revived"])
-def test_rows_of_a_ticket_that_is_over_are_obsolete(table: AuthorityTable, end: str) -> None:
+@pytest.mark.parametrize("cuttable", [True, False])
+def test_rows_of_a_ticket_that_is_over_are_obsolete(table: AuthorityTable, end: str, cuttable: bool) -> None:
     scope = Scope(table)
     ticket = scope.ticket()
     if end.startswith("released"):
@@ -89,35 +137,142 @@ def test_rows_of_a_ticket_that_is_over_are_obsolete(table: AuthorityTable, end: 
         scope.cancel()
         if "revived" in end:
             table.revive(scope.slot, scope.key, 9)
-    assert obsolete(table, rows(ticket))
+    guard, _ = running(table, plan(rows(ticket)), cuttable=cuttable)
+    with pytest.raises(StepFenced):
+        guard.attention_point("layer 0")
 
 
-def test_a_step_stops_only_when_all_its_rows_are_obsolete(table: AuthorityTable) -> None:
+def test_rows_of_others_go_on_until_they_are_obsolete_too(table: AuthorityTable) -> None:
     one, two = Scope(table, 1), Scope(table, 2)
     tickets = one.ticket(), one.ticket(), two.ticket()
-    guard = StepGuard(table)
-    guard.begin(plan(*(rows(ticket) for ticket in tickets)))
-    guard.arm()
-    guard.safe_point()
+    guard, made = running(table, plan(*(rows(ticket) for ticket in tickets)))
+    names = [RequestId(f"r{ticket.row}") for ticket in tickets]
+    guard.layer_point(0)
+    assert made.kept == []
     one.advance()
-    guard.safe_point()
+    guard.layer_point(1)
+    assert made.kept == [{names[0]: 0, names[1]: 0, names[2]: END - START}]
     table.lower(tickets[2], 0)
     with pytest.raises(StepFenced):
-        guard.safe_point()
+        guard.layer_point(2)
+    receipt = guard.end()
+    assert receipt is not None
+    assert receipt.stopped
+    assert [cut.layer for cut in receipt.cuts] == [1, 1, 2]
 
 
-def test_a_promised_prefix_keeps_the_step_going(table: AuthorityTable) -> None:
+def test_rows_without_a_scope_always_go_on(table: AuthorityTable) -> None:
     scope = Scope(table)
     ticket = scope.ticket()
-    table.lower(ticket, START + 32)
-    guard = StepGuard(table)
-    guard.begin(plan(rows(ticket)))
-    guard.arm()
+    guard, made = running(table, plan(rows(ticket), foreign=5))
     scope.advance()
     guard.safe_point()
+    guard.layer_point(0)
+    receipt = guard.end()
+    assert made.kept == [{RequestId(f"r{ticket.row}"): 0}]
+    assert receipt is not None
+    assert (receipt.ends, receipt.stopped) == ((START,), False)
+
+
+def test_inside_a_layer_only_a_whole_step_stops(table: AuthorityTable) -> None:
+    scope = Scope(table)
+    ticket = scope.ticket()
+    guard, made = running(table, plan(rows(ticket)))
+    table.lower(ticket, START + UNIT)
+    scope.advance()
+    guard.safe_point()
+    guard.attention_point("layer 0")
+    assert made.kept == []
     table.lower(ticket, START)
     with pytest.raises(StepFenced):
         guard.safe_point()
+
+
+def test_a_limit_that_falls_twice_cuts_twice(table: AuthorityTable) -> None:
+    scope = Scope(table)
+    ticket = scope.ticket()
+    guard, made = running(table, plan(rows(ticket, 0, 4 * UNIT)))
+    scope.advance()
+    for layer, limit in enumerate((3 * UNIT, UNIT)):
+        table.lower(ticket, limit)
+        guard.layer_point(layer)
+    guard.layer_point(2)
+    assert [next(iter(kept.values())) for kept in made.kept] == [3 * UNIT, UNIT]
+
+
+@pytest.mark.parametrize("patience", [0, 1, 3])
+def test_a_limit_that_nobody_sets_is_waited_for_at_so_many_points(table: AuthorityTable, patience: int) -> None:
+    scope = Scope(table)
+    guard, _ = running(table, plan(rows(scope.ticket())), patience=patience)
+    scope.advance()
+    for layer in range(patience):
+        guard.safe_point()
+        guard.layer_point(layer)
+    with pytest.raises(StepFenced):
+        guard.layer_point(patience)
+
+
+def test_a_limit_that_comes_in_time_is_obeyed(table: AuthorityTable) -> None:
+    scope = Scope(table)
+    ticket = scope.ticket()
+    guard, made = running(table, plan(rows(ticket)), patience=1)
+    scope.advance()
+    guard.layer_point(0)
+    table.lower(ticket, START + UNIT)
+    guard.layer_point(1)
+    assert [next(iter(kept.values())) for kept in made.kept] == [UNIT]
+
+
+@pytest.mark.parametrize(("layer", "stops"), [(0, True), (1, True), (2, False), (3, False)])
+def test_a_step_that_cannot_be_cut_stops_or_goes_on_whichever_costs_less(
+    table: AuthorityTable, layer: int, stops: bool
+) -> None:
+    """32 of 64 rows are useful: going on costs 64 rows in what is left of four layers, stopping 32 in all four."""
+    scope = Scope(table)
+    ticket = scope.ticket()
+    guard, _ = running(table, plan(rows(ticket)), cuttable=False)
+    for done in range(layer):
+        guard.attention_point(f"layer {done}")
+        guard.attention_point(f"layer {done}")
+    table.lower(ticket, START + UNIT)
+    scope.advance()
+    if stops:
+        with pytest.raises(StepFenced):
+            guard.attention_point(f"layer {layer}")
+    else:
+        guard.attention_point(f"layer {layer}")
+    receipt = guard.end()
+    assert receipt is not None
+    assert receipt.ends == ((START,) if stops else (END,))
+    (cut,) = receipt.cuts
+    assert cut.cost == {Choice.KEEP: 64 * (LAYERS - layer), Choice.STOP: 32 * LAYERS}
+
+
+@pytest.mark.parametrize("foreign", [0, 3])
+def test_a_step_that_cannot_be_cut_goes_on_for_whoever_is_current_in_it(table: AuthorityTable, foreign: int) -> None:
+    one, two = Scope(table, 1), Scope(table, 2)
+    planned = [rows(one.ticket())] + ([] if foreign else [rows(two.ticket())])
+    guard, _ = running(table, plan(*planned, foreign=foreign), cuttable=False)
+    one.advance()
+    for layer in range(LAYERS):
+        guard.attention_point(f"layer {layer}")
+    receipt = guard.end()
+    assert receipt is not None
+    assert set(receipt.ends) == {END}
+
+
+def test_a_pass_that_starts_again_has_all_its_rows(table: AuthorityTable) -> None:
+    scope = Scope(table)
+    ticket = scope.ticket()
+    guard, _ = running(table, plan(rows(ticket)))
+    table.lower(ticket, START + UNIT)
+    scope.advance()
+    guard.layer_point(1)
+    guard.uncut()
+    assert not guard.armed
+    receipt = guard.end()
+    assert receipt is not None
+    assert (receipt.ends, receipt.cuts) == ((END,), ())
 
 
 def test_the_fence_passes_every_handler_of_errors() -> None:
@@ -126,30 +281,25 @@ def test_the_fence_passes_every_handler_of_errors() -> None:
 
 
 def test_a_finished_step_has_a_receipt_without_a_stop(table: AuthorityTable) -> None:
-    scope = Scope(table)
-    guard = StepGuard(table)
-    guard.begin(plan(rows(scope.ticket()), seq=41))
-    guard.arm()
+    guard, _ = running(table, plan(rows(Scope(table).ticket()), seq=41))
     before = time.monotonic_ns()
-    for _ in range(3):
-        guard.safe_point()
+    for layer in range(3):
+        guard.layer_point(layer)
     receipt = guard.end()
-    assert isinstance(receipt, Receipt)
-    assert (receipt.seq, receipt.stopped, receipt.safe_points) == (41, False, 3)
+    assert receipt is not None
+    assert (receipt.seq, receipt.ends, receipt.stopped, receipt.safe_points) == (41, (END,), False, 3)
     assert before <= receipt.obsolete_closed_ns <= time.monotonic_ns()
 
 
 def test_a_stopped_step_says_when_and_after_how_many_points(table: AuthorityTable) -> None:
     scope = Scope(table)
-    guard = StepGuard(table)
-    guard.begin(plan(rows(scope.ticket()), seq=7))
-    guard.arm()
-    guard.safe_point()
+    guard, _ = running(table, plan(rows(scope.ticket()), seq=7))
+    guard.layer_point(0)
     time.sleep(0.02)
     scope.advance()
     before = time.monotonic_ns()
     with pytest.raises(StepFenced):
-        guard.safe_point()
+        guard.layer_point(1)
     after = time.monotonic_ns()
     assert not guard.armed, "the runner's own code must not stop a second time"
     time.sleep(0.02)
@@ -161,72 +311,65 @@ def test_a_stopped_step_says_when_and_after_how_many_points(table: AuthorityTabl
 
 
 def test_a_step_without_scoped_rows_has_no_receipt(table: AuthorityTable) -> None:
-    guard = StepGuard(table)
-    guard.begin(None)
-    guard.arm()
+    guard, _ = running(table, None)
     assert not guard.armed
+    assert not guard.wanted
     assert guard.end() is None
     assert guard.end() is None
 
 
 @pytest.mark.parametrize("armed", [True, False])
 def test_only_an_armed_plan_arms(table: AuthorityTable, armed: bool) -> None:
-    guard = StepGuard(table)
-    guard.begin(plan(rows(Scope(table).ticket()), armed=armed))
-    guard.arm()
+    guard, _ = running(table, plan(rows(Scope(table).ticket()), armed=armed))
+    assert guard.wanted is armed
     assert guard.armed is armed
     receipt = guard.end()
     assert receipt is not None
-    assert not receipt.stopped
+    assert (receipt.ends, receipt.stopped) == ((END,), False)
     assert not guard.armed
 
 
 def test_nothing_of_a_stopped_step_reaches_the_next(table: AuthorityTable) -> None:
     scope = Scope(table)
-    guard = StepGuard(table)
-    guard.begin(plan(rows(scope.ticket()), seq=1))
-    guard.arm()
+    guard, _ = running(table, plan(rows(scope.ticket()), seq=1))
     scope.advance()
     with pytest.raises(StepFenced):
         guard.safe_point()
     first = guard.end()
     guard.begin(plan(rows(scope.ticket()), seq=2))
-    guard.arm()
+    guard.arm(LAYERS)
     assert guard.armed
     guard.safe_point()
     second = guard.end()
     assert first is not None
     assert second is not None
-    assert (second.seq, second.stopped, second.safe_points) == (2, False, 1)
+    assert (second.seq, second.ends, second.cuts, second.safe_points) == (2, (END,), (), 1)
     assert second.obsolete_closed_ns > first.obsolete_closed_ns
 
 
 def test_a_step_that_was_never_ended_does_not_reach_the_next(table: AuthorityTable) -> None:
     """The runner may end a step without sampling."""
     scope = Scope(table)
-    guard = StepGuard(table)
-    guard.begin(plan(rows(scope.ticket()), seq=1))
-    guard.arm()
+    guard, _ = running(table, plan(rows(scope.ticket())))
     scope.advance()
     guard.begin(None)
-    guard.arm()
+    guard.arm(LAYERS)
     assert not guard.armed
     assert guard.end() is None
 
 
 def test_a_step_is_not_armed_before_its_models_forward(table: AuthorityTable) -> None:
-    """What runs before it (a vision tower has linear layers too) has nobody to catch a fence."""
+    scope = Scope(table)
     guard = StepGuard(table)
-    guard.begin(plan(rows(Scope(table).ticket())))
+    guard.begin(plan(rows(scope.ticket())))
     assert not guard.armed
+    assert guard.wanted
 
 
 def test_the_inside_of_a_layer_is_asked_once_layers_take_long(table: AuthorityTable, monkeypatch) -> None:
     now_ns = 0
     monkeypatch.setattr("retire.engine.worker.time.monotonic_ns", lambda: now_ns)
-    guard = StepGuard(table)
-    guard.begin(plan(rows(Scope(table).ticket())))
-    guard.arm()
+    guard, _ = running(table, plan(rows(Scope(table).ticket())))
     guard.safe_point()
     assert not guard.fine
     now_ns += FINE_NS
