@@ -33,7 +33,7 @@ from harness.session import Session, note, serving
 from harness.statistics import Bootstrap, Verdict, at_most, median_of_ratios
 from harness.workload import bearer, diverging, fresh_salt, fresh_scope, passage, record_of
 
-QUANTUM = 512
+BLOCK, QUANTUM = 128, 256
 A_KEY, B_KEY, Z_KEY = "key-of-a", "key-of-b", "key-of-z"
 FILE = f"""
 [tenants.a]
@@ -44,8 +44,8 @@ keys = ["{B_KEY}"]
 keys = ["{Z_KEY}"]
 pin_blocks = 0
 """
-B_PROMPT, B_TOKENS = 256, 96
-A_SHARED, A_TAIL, A_TOKENS = 1024, 512, 8
+B_PROMPT, B_TOKENS, B_PAGES = 64, 48, 8
+A_SHARED, A_TAIL, A_TOKENS = 512, 256, 8
 INTERRUPT_AFTER = 2  # of B's tokens since A arrived, so in the same step of A in both arms
 AIM = 1.01
 ARMS = ("supersede", "native_abort")
@@ -66,6 +66,7 @@ class Tenants:
         """See the module."""
         pairs = self.quick_pairs if quick else self.pairs
         flags = (
+            *("--block-size", str(BLOCK)),
             *("--max-num-batched-tokens", str(QUANTUM)),
             *("--kv-cache-memory-bytes", str(2 << 30)),
             *("--dtype", "float32"),
@@ -182,11 +183,11 @@ class _Bench:
 
     def pages(self, seed: int) -> tuple[bool, bool]:
         """Whether B's block ids, and its full pages, are the same before A arrives and after A's successor."""
-        prompt = passage(self._b.url, self._b.model, 4 * B_PROMPT, 30_000 + seed, B_KEY)
+        prompt = passage(self._b.url, self._b.model, B_PAGES * BLOCK, 30_000 + seed, B_KEY)
         b = self._b.stream(prompt, 600, fresh_salt())
         b.wait_for_tokens(4)
         ((name, before),) = self._rpc("requests_blocks").items()
-        full = before[: len(prompt) // 128]
+        full = before[:B_PAGES]
         digest = self._rpc("digest_pages", blocks=full)
         self._interrupt("supersede", seed, lambda: b.wait_for_tokens(8))
         after = self._rpc("requests_blocks").get(name, [])

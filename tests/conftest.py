@@ -105,6 +105,12 @@ def gemma(gemma_server: Server) -> Iterator[Server]:
     yield from leak_checked(gemma_server)
 
 
+@pytest.fixture(params=["tiny-llama", "tiny-gemma3"])
+def either(request: pytest.FixtureRequest, tiny_server: Server, gemma_server: Server) -> Iterator[Server]:
+    """One KV group, then several; checked for leaks afterwards."""
+    yield from leak_checked(tiny_server if request.param == "tiny-llama" else gemma_server)
+
+
 def all_scopes(server: Server, key: str | None = None) -> Iterator[dict[str, Any]]:
     """Every scope of whoever has the key."""
     after: str | None = ""

@@ -60,9 +60,9 @@ class Handover:
     record: dict[str, Any]
 
     @property
-    def stopped(self) -> bool:
-        """Whether a step of the predecessor was stopped at a safe point."""
-        return any(receipt["stopped"] for receipt in self.record["receipts"])
+    def choice(self) -> str | None:
+        """What became of the predecessor's rows in a step that ran: keep, trim or stop; None when none was cut."""
+        return next((receipt["choice"] for receipt in self.record["receipts"]), None)
 
 
 def supersede(
@@ -86,8 +86,8 @@ def supersede(
     return Handover(replies[0], replies[1], record_of(url, replies[1].headers["location"]))
 
 
-def supersede_inside_a_step(url: str, scope: str, make: Any, tries: int = 12) -> Handover:
-    """Supersede again and again, at other moments, until a running step was stopped with something completed.
+def supersede_inside_a_step(url: str, scope: str, make: Any, choice: str = "stop", tries: int = 12) -> Handover:
+    """Supersede again and again, at other moments, until `choice` befell a running step, with something completed.
 
     `make(n)` gives the n-th pair of bodies, of which none may have been sent before.
     """
@@ -96,6 +96,6 @@ def supersede_inside_a_step(url: str, scope: str, make: Any, tries: int = 12) ->
     for attempt in range(1, tries + 1):
         share = 0.3 + 0.6 * ((attempt * 0.618) % 1)
         found = supersede(url, f"{scope}-{attempt}", *make(attempt), after_s=whole_s * share)
-        if found.stopped and found.record["inherited_tokens"]:
+        if found.choice == choice and found.record["inherited_tokens"]:
             return found
-    raise AssertionError(f"no step was ever stopped in {tries} tries; a whole prefill takes {whole_s:.2f} s")
+    raise AssertionError(f"never {choice} in {tries} tries; a whole prefill takes {whole_s:.2f} s")

@@ -8,44 +8,74 @@ import time
 import pytest
 
 from harness.client import Streaming
-from tests.support import clean_run, completion, record_of, said, supersede, supersede_inside_a_step, text_ids
+from tests.support import (
+    clean_run,
+    completion,
+    fresh_salt,
+    record_of,
+    said,
+    supersede,
+    supersede_inside_a_step,
+    text_ids,
+)
 
 PREFIX, SUFFIX = 7000, 60
 
 
-def pair(url, attempt):
+def pair(url, attempt, shared=PREFIX):
     ids = text_ids(url, PREFIX, seed=1000 + attempt)
     return (
         completion(ids + text_ids(url, 300, seed=5000 + attempt)),
-        completion(ids + text_ids(url, SUFFIX, seed=9000 + attempt)),
+        completion(ids[:shared] + text_ids(url, SUFFIX, seed=9000 + attempt)),
     )
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("which", ["server", "gemma"])
-def test_a_successor_adopts_the_completed_prefix_of_a_stopped_step_and_says_what_a_clean_run_says(
-    which, request, scope
-):
-    server = request.getfixturevalue(which)
-    found = supersede_inside_a_step(server.url, scope, lambda attempt: pair(server.url, attempt))
+@pytest.mark.parametrize(("choice", "shared"), [("stop", 3000), ("trim", 5500)])
+def test_a_successor_adopts_what_a_cut_step_completed_and_says_what_a_clean_run_says(either, scope, choice, shared):
+    server = either
+    found = supersede_inside_a_step(server.url, scope, lambda attempt: pair(server.url, attempt, shared), choice)
     record, certificate = found.record, found.record["certificate"]
     assert record["outcome"] == "inherited"
     assert record["inherited_tokens"] == certificate["tokens"] > 0
     assert record["adopted_blocks"] == certificate["blocks"], "the successor's table aliases the certified blocks"
-    assert certificate["tokens"] <= max(receipt["frontier_tokens"] for receipt in record["receipts"])
-    body = next(p for p in (pair(server.url, a)[1] for a in range(1, 13)) if _same(p, found, server.url))
-    assert found.new.text == clean_run(server.url, body["prompt"], certificate["tokens"])
+    (receipt,) = record["receipts"]
+    assert certificate["tokens"] <= receipt["frontier_tokens"]
+    if choice == "trim":
+        assert certificate["tokens"] == receipt["frontier_tokens"] == shared // 32 * 32, "all of the useful rows"
+    assert receipt["cost_row_layers"][choice] == min(receipt["cost_row_layers"].values())
+    _, new = pair(server.url, int(record["scope"].rsplit("-", 1)[1]), shared)
+    assert found.new.text == clean_run(server.url, new["prompt"], certificate["tokens"])
     assert not [frame for frame in found.old.frames if frame.text], "nothing of the old epoch was published"
 
 
-def _same(body, found, url):
-    """Find the successor of the attempt that was stopped: its scope carries the attempt's number."""
-    return body["prompt"] == pair(url, int(found.record["scope"].rsplit("-", 1)[1]))[1]["prompt"]
+@pytest.mark.engine
+def test_rows_of_others_do_not_notice_that_a_step_beside_them_is_trimmed(either, scope):
+    """Half a dozen requests decode, without a scope and in other ones, while prefills beside them are cut."""
+    url = either.url
+    prompts = [text_ids(url, 40 + 17 * n, seed=4000 + n) for n in range(6)]
+    alone = [said(url, completion(ids, 400, cache_salt=fresh_salt())) for ids in prompts]
+    beside = [
+        Streaming(
+            url,
+            completion(ids, 400, cache_salt=fresh_salt()),
+            {"X-Retire-Scope": f"{scope}-beside-{n}"} if n % 2 else {},
+        )
+        for n, ids in enumerate(prompts)
+    ]
+    for stream in beside:
+        stream.wait_for_text(1)
+    choices = []
+    for attempt, after_s in enumerate((0.1, 0.2, 0.3, 0.4, 0.5, 0.6)):
+        old, new = pair(url, 40 + attempt, shared=3000 + 300 * attempt)
+        choices.append(supersede(url, f"{scope}-{attempt}", old, new, after_s=after_s).choice)
+    assert {"trim", "stop"} & set(choices), choices
+    assert [stream.wait().text for stream in beside] == alone
 
 
 @pytest.mark.engine
 def test_stages_end_in_order_and_are_all_reported(server, scope):
-    found = supersede_inside_a_step(server.url, scope, lambda attempt: pair(server.url, 50 + attempt))
+    found = supersede_inside_a_step(server.url, scope, lambda attempt: pair(server.url, 50 + attempt, 3000))
     stages = found.record["stages"]
     order = [stages[name] for name in ("advance", "fence", "align", "resume", "reclaim", "first_frame")]
     assert order == sorted(order)
