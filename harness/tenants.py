@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,34 +145,41 @@ class _Bench:
     def pair(self, seed: int, order: Sequence[str]) -> tuple[dict[str, dict[str, float]], bool]:
         """Both arms on the same texts; per arm B's mean and longest time between tokens, and whether it counts."""
         prompt = passage(self._b.url, self._b.model, B_PROMPT, 10_000 + seed, B_KEY)
-        runs = {arm: self._run(arm, prompt, seed) for arm in order}
+        a_prompts = self._a_prompts(seed)  # now: tokenising beside B would take its time
+        runs = {arm: self._run(arm, prompt, a_prompts) for arm in order}
         said = {arm: reply.token_ids for arm, (reply, _) in runs.items()}
         whole = all(len(ids) == B_TOKENS for ids in said.values())
         counts = self._b.check("b_is_whole", whole)
         counts &= self._b.check("b_says_the_same", said["supersede"] == said["native_abort"])
         return {arm: times for arm, (_, times) in runs.items()}, counts
 
-    def _run(self, arm: str, prompt: list[int], seed: int) -> tuple[Reply, dict[str, float]]:
+    def _a_prompts(self, seed: int) -> tuple[list[int], list[int]]:
+        return diverging(self._a.url, self._a.model, A_SHARED, A_TAIL, 20_000 + seed, A_KEY)
+
+    def _run(
+        self, arm: str, prompt: list[int], a_prompts: tuple[list[int], list[int]]
+    ) -> tuple[Reply, dict[str, float]]:
         b = self._b.stream(prompt, B_TOKENS, fresh_salt())
         b.wait_for_tokens(4)
         seen = len(b.reply.token_ids)
-        self._interrupt(arm, seed, lambda: b.wait_for_tokens(seen + INTERRUPT_AFTER))
+        location = self._interrupt(arm, a_prompts, lambda: b.wait_for_tokens(seen + INTERRUPT_AFTER))
         reply = b.wait()
+        if arm == "supersede":
+            record = record_of(self._a.url, location, A_KEY)
+            self._b.check("a_is_superseded", record["outcome"] in ("inherited", "cold"))
         at = [frame.at for frame in reply.frames if frame.token_ids][seen - 1 :]
         gaps = [(later - earlier) * 1000 for earlier, later in itertools.pairwise(at)]
         return reply, {"itl_ms": (at[-1] - at[0]) * 1000 / len(gaps), "longest_gap_ms": max(gaps)}
 
-    def _interrupt(self, arm: str, seed: int, moment: Any) -> None:
-        """A's prefill, interrupted at the moment; returns when A's successor is done."""
-        old_ids, new_ids = diverging(self._a.url, self._a.model, A_SHARED, A_TAIL, 20_000 + seed, A_KEY)
+    def _interrupt(self, arm: str, a_prompts: tuple[list[int], list[int]], moment: Callable[[], None]) -> str:
+        """A's prefill, interrupted at the moment; where the record is, when A's successor is done."""
+        old_ids, new_ids = a_prompts
         salt, scope = fresh_salt(), fresh_scope()
         if arm == "supersede":
             old = self._a.stream(old_ids, 256, salt, {"X-Retire-Scope": scope})
             moment()
             new = self._a.stream(new_ids, A_TOKENS, salt, {"X-Retire-Scope": scope, "X-Retire-Supersedes": "1"})
             reply = new.wait()
-            record = record_of(self._a.url, reply.headers["location"], A_KEY)
-            self._b.check("a_is_superseded", record["outcome"] in ("inherited", "cold"))
         else:
             old = self._a.stream(old_ids, 256, salt)
             moment()
@@ -180,16 +187,18 @@ class _Bench:
             reply = self._a.stream(new_ids, A_TOKENS, salt).wait()
         old.wait()
         self._b.check("a_answers", len(reply.token_ids) == A_TOKENS)
+        return reply.headers.get("location", "")
 
     def pages(self, seed: int) -> tuple[bool, bool]:
         """Whether B's block ids, and its full pages, are the same before A arrives and after A's successor."""
         prompt = passage(self._b.url, self._b.model, B_PAGES * BLOCK, 30_000 + seed, B_KEY)
+        a_prompts = self._a_prompts(seed)
         b = self._b.stream(prompt, 600, fresh_salt())
         b.wait_for_tokens(4)
         ((name, before),) = self._rpc("requests_blocks").items()
         full = before[:B_PAGES]
         digest = self._rpc("digest_pages", blocks=full)
-        self._interrupt("supersede", seed, lambda: b.wait_for_tokens(8))
+        self._interrupt("supersede", a_prompts, lambda: b.wait_for_tokens(8))
         after = self._rpc("requests_blocks").get(name, [])
         unchanged = self._rpc("digest_pages", blocks=full) == digest
         b.hang_up()
