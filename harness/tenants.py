@@ -6,15 +6,17 @@ native abort) and the zero-quota campaign of A.3 (three of three cold, nothing i
 Tenants A, B and Z come from a tenants file; Z may pin nothing.
 
 - Pairs: B decodes; A's long prefill begins, and after as many of B's tokens is either superseded (`supersede`) or
-  aborted and resubmitted (`native_abort`), with the same successor.  B's inter-token time is its mean from A's arrival
-  to the end of B's answer, which outlasts A's.  The pair's order alternates.
+  aborted and resubmitted (`native_abort`), with the same successor, which keeps a sixth, half, or five sixths of A's
+  prompt in turn.  B's inter-token time is its mean from A's arrival to the end of B's answer, which outlasts A's.  The
+  pair's order alternates.
 - Pages: B's block ids and a digest over B's full pages, from the worker, before A arrives and after A's successor is
   done; outside the timed pairs, because asking takes the engine's time.
 - Zero quota: Z's predecessor decodes in a scope and is superseded.
 
-What could be unfair, and which way: in both arms the same steps are to be computed, B's rows in all of them; the abort
-is noticed one step later than the supersede at most.  B's answers must be equal in both arms and whole.  How many rows
-of A share a step with B's depends on timing, and in bfloat16 the company decides between near-ties: hence float32.
+What could be unfair, and which way: both arms prefill the same tokens with B's rows in every step; what A has lost the
+use of is cut out of the running step in one arm and computed to its end in the other.  With five sixths kept there is
+nothing to cut, and both arms compute the same.  B's answers must be equal in both arms and whole.  How many rows of A
+share a step with B's depends on timing, and in bfloat16 the company decides between near-ties: hence float32.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ keys = ["{B_KEY}"]
 keys = ["{Z_KEY}"]
 pin_blocks = 0
 """
-B_PROMPT, B_TOKENS, B_PAGES = 64, 48, 8
-A_SHARED, A_TAIL, A_TOKENS = 512, 256, 8
+B_PROMPT, B_TOKENS, B_PAGES = 64, 32, 8
+A_PROMPT, A_SHARES, A_TOKENS = 768, (128, 384, 640), 8
 INTERRUPT_AFTER = 2  # of B's tokens since A arrived, so in the same step of A in both arms
 AIM = 1.01
 ARMS = ("supersede", "native_abort")
@@ -56,7 +58,7 @@ class Tenants:
     """`pairs`: timed; `trials`: of pages and of the zero quota."""
 
     model: str = "smollm2"
-    pairs: int = 40
+    pairs: int = 60
     quick_pairs: int = 20
     trials: int = 3
     name: str = field(default="tenants", init=False)
@@ -154,7 +156,8 @@ class _Bench:
         return {arm: times for arm, (_, times) in runs.items()}, counts
 
     def _a_prompts(self, seed: int) -> tuple[list[int], list[int]]:
-        return diverging(self._a.url, self._a.model, A_SHARED, A_TAIL, 20_000 + seed, A_KEY)
+        shared = A_SHARES[seed % len(A_SHARES)]
+        return diverging(self._a.url, self._a.model, shared, A_PROMPT - shared, 20_000 + seed, A_KEY)
 
     def _run(
         self, arm: str, prompt: list[int], a_prompts: tuple[list[int], list[int]]
@@ -207,7 +210,7 @@ class _Bench:
 
     def zero_quota(self, seed: int) -> bool:
         """Whether Z's successor starts cold, inherits nothing, and says what a clean run says."""
-        old_ids, new_ids = diverging(self._z.url, self._z.model, A_SHARED, 64, 40_000 + seed, Z_KEY)
+        old_ids, new_ids = diverging(self._z.url, self._z.model, A_PROMPT, 64, 40_000 + seed, Z_KEY)
         salt, scope = fresh_salt(), fresh_scope()
         old = self._z.stream(old_ids, 1000, salt, {"X-Retire-Scope": scope})
         old.wait_for_tokens(4)
