@@ -68,7 +68,7 @@ class Churn:
     """`rounds`: how often every point is measured."""
 
     model: str = "smollm2"
-    rounds: int = 4
+    rounds: int = 3
     name: str = field(default="churn", init=False)
     paper: str = field(default="Figure 5 and Table 12", init=False)
 
