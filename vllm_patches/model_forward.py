@@ -37,7 +37,8 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
                 **model_kwargs,
             )
 
-        return guarded(self, (inputs_embeds if input_ids is None else input_ids).shape[0], run)
+        embedded = inputs_embeds is not None
+        return guarded(self, (inputs_embeds if embedded else input_ids).shape[0], run, embedded=embedded)
 
     return _model_forward
 

@@ -209,7 +209,7 @@ class Coordinator:
     def step_ended(self, output: Any, receipt: Receipt | None) -> None:
         """The step's output is here, not yet processed: publish what was written, close what lost authority."""
         rows, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
-        if requests and not (receipt is not None and receipt.cuts):
+        if requests and not (receipt is not None and (receipt.stopped or receipt.cuts)):
             self._rates.ran(rows, requests, self._clock_ns() - self._step_began_ns)
         self._steps.ended(output, receipt)
         self.sweep()
@@ -544,7 +544,8 @@ class Coordinator:
         self.facts.append({"transition": transition, "kind": kind, "at_ns": self._clock_ns(), **values})
 
     def _report_receipt(self, rid: RequestId, tracked: Tracked, holding: Holding | None) -> None:
-        receipt, cut, tag = tracked.receipt, tracked.cut, tracked.tag
+        receipt, tag = tracked.receipt, tracked.tag
+        cut = receipt.cut_of(rid) if receipt else None
         self.facts.append(
             {
                 "transition": None,
@@ -559,7 +560,7 @@ class Coordinator:
                 "cost": {choice.value: cost for choice, cost in cut.cost.items()} if cut else None,
                 "layer": cut.layer if cut else None,
                 "stopped": bool(cut and cut.choice is Choice.STOP),
-                "obsolete_closed_ns": receipt.obsolete_closed_ns if receipt else None,
+                "obsolete_closed_ns": receipt.obsolete_closed_ns(rid) if receipt else None,
                 "safe_points": receipt.safe_points if receipt else 0,
                 "longest_interval_ns": receipt.longest_interval_ns if receipt else 0,
             }

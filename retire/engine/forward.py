@@ -18,12 +18,18 @@ from retire.engine.worker import StepFenced, StepGuard, guard
 _loops: weakref.WeakKeyDictionary[Any, DecoderLoop] = weakref.WeakKeyDictionary()
 
 
-def guarded(runner: Any, rows: int, run: Callable[[], Any]) -> Any:
-    """Run the model's forward pass of so many rows; what it gives has as many, whatever became of them."""
+def guarded(runner: Any, rows: int, run: Callable[[], Any], *, embedded: bool) -> Any:
+    """Run the model's forward pass of so many rows; what it gives has as many, whatever became of them.
+
+    `embedded`: it is given embeddings instead of token ids.  Models that take them (with pictures, say) may note rows
+    beside the pass and clear them at its end, so these passes are neither stopped nor cut.
+    """
+    if embedded:
+        return run()
     step = guard()
     loop = _loop_of(runner)
     if not step.wanted:
-        return _watched(loop, rows, run) if loop.understood is None and rows >= WATCHED_ROWS else run()
+        return _watched(loop, rows, run) if _to_watch(runner, loop, rows) else run()
     try:
         return _armed(step, runner, loop, rows, run)
     except StepFenced:
@@ -42,6 +48,11 @@ def _loop_of(runner: Any) -> DecoderLoop:
     return loop
 
 
+def _to_watch(runner: Any, loop: DecoderLoop, rows: int) -> bool:
+    """A pass whose number of rows cannot be taken for anything else."""
+    return loop.understood is None and rows >= WATCHED_ROWS and rows != runner.model_config.get_hidden_size()
+
+
 def _watched(loop: DecoderLoop, rows: int, run: Callable[[], Any]) -> Any:
     with loop.watched(rows) as seen:
         output = run()
@@ -54,7 +65,7 @@ def _armed(step: StepGuard, runner: Any, loop: DecoderLoop, rows: int, run: Call
         return run()
     if not loop.understood or can_cut(runner) is not None:
         with ExitStack() as stack:
-            seen = stack.enter_context(loop.watched(rows)) if loop.understood is None and rows >= WATCHED_ROWS else None
+            seen = stack.enter_context(loop.watched(rows)) if _to_watch(runner, loop, rows) else None
             step.arm(layers=max(1, len(loop.layers)))
             output = run()
         if seen is not None:

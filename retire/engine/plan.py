@@ -46,7 +46,7 @@ class Cut:
     """A request's rows that lost their use while they were computed.
 
     `cost`: of every choice that was open, in row-layers (`retire.core.fence`).  `layer`: how many had been computed.
-    `end`: rows from here on were no longer computed.
+    `end`: rows from here on were no longer computed.  `at_ns`: CLOCK_MONOTONIC.
     """
 
     request: RequestId
@@ -54,6 +54,7 @@ class Cut:
     cost: dict[Choice, int]
     layer: int
     end: int
+    at_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,24 @@ class Receipt:
 
     `ends`: for each of the plan's rows, up to which token they were computed in every layer (`frontier_ready`).
     `stopped`: the step ended at a safe point; no row of it is complete.
-    `obsolete_closed_ns`: CLOCK_MONOTONIC, when no obsolete row was computed any more; the step's end where none was
-    cut.  `safe_points`: how many were passed.  `longest_interval_ns`: the longest time between two of them.
+    `ended_ns`: CLOCK_MONOTONIC, when nothing of it was computed any more.
+    `safe_points`: how many were passed.  `longest_interval_ns`: the longest time between two of them.
     """
 
     seq: int
     ends: tuple[int, ...]
     cuts: tuple[Cut, ...]
     stopped: bool
-    obsolete_closed_ns: int
+    ended_ns: int
     safe_points: int
     longest_interval_ns: int
+
+    def cut_of(self, request: RequestId) -> Cut | None:
+        """The last cut that took some of the request's rows, else the last decision to keep them; None: none fell."""
+        mine = [cut for cut in self.cuts if cut.request == request]
+        return next((cut for cut in reversed(mine) if cut.choice is not Choice.KEEP), mine[-1] if mine else None)
+
+    def obsolete_closed_ns(self, request: RequestId) -> int:
+        """When no row of the request was computed that nobody had a use for."""
+        cut = self.cut_of(request)
+        return self.ended_ns if cut is None or cut.choice is Choice.KEEP else cut.at_ns

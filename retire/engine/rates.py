@@ -11,6 +11,8 @@ from collections.abc import Callable
 from retire.core.types import Tier, TokenCount
 
 WEIGHT = 0.2  # of the newest step in the running mean
+DECODE_ROWS = 8  # of one request: a token, and drafts
+PROMPT_ROWS = 64  # fewer hardly take longer than one
 
 
 class Rates:
@@ -27,11 +29,11 @@ class Rates:
         self.decode_ns: float | None = None
 
     def ran(self, rows: int, requests: int, took_ns: int) -> None:
-        """A step ran to its end.  With no more rows than requests it held no prompt to speak of."""
-        if rows > requests:
-            self.ns_per_token = _mixed(self.ns_per_token, took_ns / rows)
-        else:
+        """A step ran to its end.  What lies between decoding (with drafts) and prompts says nothing about either."""
+        if rows <= DECODE_ROWS * requests:
             self.decode_ns = _mixed(self.decode_ns, took_ns)
+        elif rows >= PROMPT_ROWS:
+            self.ns_per_token = _mixed(self.ns_per_token, took_ns / rows)
 
     @property
     def least_rows(self) -> int:
@@ -43,7 +45,7 @@ class Rates:
     def is_long(self, rows: int, requests: int) -> bool:
         """Whether a step is expected to take `long_ns` or more.  What was never measured may."""
         known = self.decode_ns
-        if rows > requests:
+        if rows > DECODE_ROWS * requests:
             known = None if self.ns_per_token is None else max(self.ns_per_token * rows, known or 0)
         return known is None or known >= self._long_ns
 

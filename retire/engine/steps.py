@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from retire.authority.tag import Tag
 from retire.core.errors import InvariantViolation
 from retire.core.types import BlockRef, KVGroup, RequestId, TenantId
-from retire.engine.plan import Cut, PlannedRows, Receipt, StepPlan
+from retire.engine.plan import PlannedRows, Receipt, StepPlan
 from retire.engine.rates import Rates
 from retire.kv.ownership import Ownership
 
@@ -50,7 +50,6 @@ class Tracked:
     `alone`: it shares no step with others.  `reads_nothing`: neither does it read what others have published.
     `grid_tokens`: see `Holding`.
     `blocks`: per KV group and position, the block that was given for it, slid out of the window or not.
-    `receipt`, `cut`: of its last step; None when no row of it was cut there.
     """
 
     tag: Tag
@@ -65,7 +64,6 @@ class Tracked:
     written_rows: int = 0
     lost_until: int = 0
     receipt: Receipt | None = None
-    cut: Cut | None = None
 
 
 class Steps:
@@ -193,7 +191,6 @@ class Steps:
             if tracked is not None:
                 tracked.steps_in_flight -= 1
                 tracked.receipt = receipt
-                tracked.cut = next((cut for cut in reversed(receipt.cuts) if cut.request == rows.request), None)
                 if end > rows.start and plan.seq > tracked.lost_until:
                     self._written(tracked, replace(rows, end=end, on_grid=rows.on_grid and end == rows.end))
 

@@ -34,17 +34,20 @@ class DecoderLoop:
     """The decoder layers of a model, in order.
 
     `understood`: whether rows can be cut out between them; None until a pass was watched.
+    `common`: what every layer is given alike, by position or name, and along which dimension it has rows (None: it has
+    none).  Tensors that are given under other names come from the layer before.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = _decoder_layers(model)
-        self.understood: bool | None = None if self.layers else False
-        if not self.layers:
+        self.understood: bool | None = None
+        self.common: dict[Any, int | None] = {}
+        if len(self.layers) < 2:
             self.give_up("no one list of modules holds every attention layer")
 
     def give_up(self, reason: str) -> None:
         """Never cut this model."""
-        if self.understood is not False or not self.layers:
+        if self.understood is not False:
             _log.warning("retire: steps of this model stop or finish, rows are not cut out of them: %s", reason)
         self.understood = False
 
@@ -64,7 +67,7 @@ class DecoderLoop:
     def _seen(self, watch: _Watch, output: Any) -> None:
         reason = watch.verdict(output)
         if reason is None:
-            self.understood = True
+            self.understood, self.common = True, watch.common
         else:
             self.give_up(reason)
 
@@ -97,8 +100,9 @@ class _Watch:
 
     def __init__(self, rows: int, layers: int) -> None:
         self._rows, self._layers = rows, layers
+        self.common: dict[Any, int | None] = {}
         self._passed = 0
-        self._common: dict[Any, Any] = {}
+        self._first: dict[Any, Any] = {}
         self._flowing: tuple[Any, ...] = ()
         self._reason: str | None = None
 
@@ -108,8 +112,7 @@ class _Watch:
             if number != self._passed:
                 self._reason = "its decoder layers do not run one after the other"
             if number == 0:
-                self._common = inputs
-                self._flowing = tuple(one for one in inputs.values() if _row_dimension(one, self._rows) == 0)
+                self._first = inputs
             elif self._reason is None:
                 self._reason = self._judge(inputs)
 
@@ -119,8 +122,13 @@ class _Watch:
         for key, value in inputs.items():
             if not isinstance(value, torch.Tensor) or any(value is one for one in self._flowing):
                 continue
-            if value is not self._common.get(key):
+            if value is not self._first.get(key):
                 return f"between its decoder layers something else happens to {key!r}"
+            self.common[key] = _row_dimension(value, self._rows)
+        if any(
+            isinstance(inputs.get(key), torch.Tensor) and inputs[key] is not self._first[key] for key in self.common
+        ):
+            return "what every layer is given alike is sometimes something else"
         taken = [one for one in self._flowing if isinstance(one, torch.Tensor)]
         if not all(any(one is value for value in inputs.values()) for one in taken):
             return "a decoder layer does not take all that the one before it gave"
@@ -167,9 +175,9 @@ class RunningPass:
         self._rows = rows
         self._requests: list[RequestId] = list(batch.req_ids[: batch.num_reqs])
         self._counts = [end - start for start, end in pairwise(starts)]
+        self._loop = loop
         self._alive = list(range(rows))  # which of the first rows are still computed
-        self._before = rows  # how many there were before the newest cut
-        self._cut: _Index | None = None  # from those
+        self._cut: _Index | None = None  # from those before, where the coming layer has not been given them yet
         self._all: _Index | None = None  # from the first rows
         self._sliced: dict[int, tuple[Any, Any]] = {}  # what every layer gets, by its id: the tensor and its rest
         context = get_forward_context()
@@ -188,7 +196,6 @@ class RunningPass:
         for count, now in zip(self._counts, counts, strict=True):
             kept.extend(range(first, first + now))
             first += count
-        self._before = len(self._alive)
         self._cut = _Index(kept)
         self._alive = [self._alive[index] for index in kept]
         self._all = _Index(self._alive)
@@ -208,22 +215,28 @@ class RunningPass:
         if self._all is None:
             return None
         args, kwargs = arguments
-        return tuple(map(self._rest, args)), {key: self._rest(value) for key, value in kwargs.items()}
+        rest = (
+            tuple(self._rest(key, value, self._all) for key, value in enumerate(args)),
+            {key: self._rest(key, value, self._all) for key, value in kwargs.items()},
+        )
+        self._cut = None
+        return rest
 
-    def _rest(self, value: Any) -> Any:
-        assert self._all is not None
-        assert self._cut is not None
-        now = len(self._alive)
-        if _row_dimension(value, now) == 0:
-            return value  # it comes from a layer that computed these rows only
-        dimension = _row_dimension(value, self._rows)
-        if dimension is not None:
+    def _rest(self, key: Any, value: Any, rows: _Index) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if key in self._loop.common:
+            dimension = self._loop.common[key]
+            if dimension is None:
+                return value
             known = self._sliced.get(id(value))
             if known is None:
-                known = self._sliced[id(value)] = value, self._all.of(value, dimension)
+                known = self._sliced[id(value)] = value, rows.of(value, dimension)
             return known[1]
-        if _row_dimension(value, self._before) == 0:
-            return self._cut.of(value, 0)
+        if self._cut is not None:
+            value = self._cut.of(value, 0)
+        if value.shape[0] != len(self._alive):
+            raise RuntimeError(f"a layer was given {value.shape[0]} rows under {key!r}, not {len(self._alive)}")
         return value
 
     def whole(self, output: torch.Tensor) -> torch.Tensor:
@@ -284,12 +297,17 @@ def can_cut(runner: Any) -> str | None:
         return "adapters are chosen row by row"
     if runner.use_aux_hidden_state_outputs:
         return "hidden states of single layers are collected"
+    if runner.is_mm_prefix_lm:
+        return "attention is not causal everywhere"
     named = set(chain.from_iterable(group.layer_names for group in chain.from_iterable(runner.attn_groups)))
     if named != set(context.attn_metadata):
         return "some attention layers belong to no KV group"
-    for one in context.attn_metadata.values():
+    starts = runner.query_start_loc.cpu[: runner.input_batch.num_reqs + 1]
+    for one in {id(one): one for one in context.attn_metadata.values()}.values():
         if getattr(one, "causal", None) is not True or not all(hasattr(one, name) for name in _NEEDED):
             return "an attention back end describes its steps in a way of its own"
+        if not torch.equal(one.query_start_loc.cpu(), starts):
+            return "an attention back end cuts requests up"
     return None
 
 

@@ -39,7 +39,7 @@ class Pass(Protocol):
 
 
 class StepGuard:
-    """One per worker process.  `patience`: at so many safe points a row limit that nobody has set yet is waited for.
+    """One per worker process.  `patience`: for so many layers a row limit that nobody has set yet is waited for.
 
     `armed`: the attention layers' safe points are live.  `fine`: so are those of linear layers; never without `armed`.
     """
@@ -58,9 +58,10 @@ class StepGuard:
         self._attention = ""
         self._ends = [one.end for one in rows]  # up to where each request's rows go on
         self._wanted = list(self._ends)  # the last that was decided upon
-        self._asked = [0] * len(rows)  # how often a revoked request was found without a limit
+        self._missed: list[int | None] = [None] * len(rows)  # before which layer a revoked one had no limit yet
+        self._over = False  # whether nobody in the step is current
         self._cuts: list[Cut] = []
-        self._closed_ns = self._safe_points = self._longest_ns = 0
+        self._ended_ns = self._safe_points = self._longest_ns = 0
         self._stopped = False
         self._last_ns = time.monotonic_ns()
 
@@ -92,16 +93,15 @@ class StepGuard:
         """Before decoder layer number `layer`: decide, and cut or raise StepFenced."""
         self._layer = layer
         self._pass_point()
-        self._decide()
+        self._miss()
+        self._decide(self._wanted_now())
 
     def safe_point(self) -> None:
         """Inside a layer: raise StepFenced when no row of the step is of any use."""
         self._pass_point()
-        plan = self._armed_plan()
-        if plan.foreign_rows == 0 and all(
-            self._wanted_of(number) == rows.start for number, rows in enumerate(plan.rows)
-        ):
-            self._decide()
+        plan, wanted = self._armed_plan(), self._wanted_now()
+        if plan.foreign_rows == 0 and wanted == [rows.start for rows in plan.rows]:
+            self._decide(wanted)
 
     def attention_point(self, name: str) -> None:
         """Before an attention operation of that layer.  Where rows cannot be cut out, steps are decided upon here."""
@@ -112,7 +112,8 @@ class StepGuard:
             self._layer = min(self._layer + 1, self._layers - 1)
         self._attention = name
         self._pass_point()
-        self._decide()
+        self._miss()
+        self._decide(self._wanted_now())
 
     def _pass_point(self) -> None:
         now = time.monotonic_ns()
@@ -124,6 +125,16 @@ class StepGuard:
     def _armed_plan(self) -> StepPlan:
         assert self._plan is not None, "a safe point of a step without a plan"
         return self._plan
+
+    def _miss(self) -> None:
+        """Before a layer: note which revoked requests nobody has set a limit for."""
+        for number, rows in enumerate(self._armed_plan().rows):
+            unset = self._table.limit(rows.ticket) is None and not self._table.current(rows.ticket)
+            if unset and self._missed[number] is None:
+                self._missed[number] = self._layer
+
+    def _wanted_now(self) -> list[int]:
+        return [self._wanted_of(number) for number in range(len(self._ends))]
 
     def _wanted_of(self, number: int) -> int:
         """Up to where the rows are of use, as far as is known now.
@@ -139,18 +150,18 @@ class StepGuard:
         if current:
             return end
         if limit is None:
-            return end if self._asked[number] < self._patience else rows.start
+            missed = self._missed[number]
+            waited = 0 if missed is None else self._layer - missed
+            return end if waited < self._patience else rows.start
         return fence.useful_end(rows.start, end, limit, plan.unit_tokens)
 
-    def _decide(self) -> None:
-        plan = self._armed_plan()
-        wanted = [self._wanted_of(number) for number in range(len(plan.rows))]
-        for number, rows in enumerate(plan.rows):
-            self._asked[number] += self._table.limit(rows.ticket) is None and not self._table.current(rows.ticket)
-        if wanted == self._wanted:
+    def _decide(self, wanted: list[int]) -> None:
+        plan, before = self._armed_plan(), self._ends.copy()
+        over = all(not self._table.holds(rows.ticket) for rows in plan.rows)
+        if wanted == self._wanted and over == self._over:
             return
-        before, changed = self._ends.copy(), [number for number, end in enumerate(wanted) if end < self._wanted[number]]
-        self._wanted = wanted
+        changed = [number for number, end in enumerate(wanted) if end < self._wanted[number]]
+        self._wanted, self._over = wanted, over
         if self._pass is None:
             self._decide_together(changed)
         else:
@@ -160,12 +171,11 @@ class StepGuard:
             return
         if plan.foreign_rows == 0 and all(end == rows.start for end, rows in zip(self._ends, plan.rows, strict=True)):
             self._stopped = True
-            self._closed_ns = time.monotonic_ns()
+            self._ended_ns = self._last_ns
             self.disarm()
             raise StepFenced
         assert self._pass is not None, "what cannot be cut stops as a whole"
         self._pass.keep({rows.request: end - rows.start for end, rows in zip(self._ends, plan.rows, strict=True)})
-        self._closed_ns = time.monotonic_ns()
 
     def _decide_alone(self, number: int) -> None:
         """Rows of one request; all others stay as they are."""
@@ -181,13 +191,12 @@ class StepGuard:
             can_trim=True,
         )
         self._ends[number] = decided.end
-        self._cuts.append(Cut(rows.request, decided.choice, decided.cost, self._layer, decided.end))
+        self._note(rows, decided.choice, decided.cost, decided.end)
 
     def _decide_together(self, changed: list[int]) -> None:
         """The step as a whole: it may stop when nobody is current in it any more."""
         plan = self._armed_plan()
-        over = all(not self._table.holds(rows.ticket) for rows in plan.rows)
-        if plan.foreign_rows or not over:
+        if plan.foreign_rows or not self._over:
             return
         useful = sum(end - rows.start for end, rows in zip(self._wanted, plan.rows, strict=True))
         decided = fence.decide(
@@ -200,9 +209,12 @@ class StepGuard:
         )
         if decided.choice is Choice.STOP:
             self._ends = [rows.start for rows in plan.rows]
-        for number in changed:
-            rows = plan.rows[number]
-            self._cuts.append(Cut(rows.request, decided.choice, decided.cost, self._layer, self._ends[number]))
+        for number, rows in enumerate(plan.rows):
+            if decided.choice is Choice.STOP or number in changed:
+                self._note(rows, decided.choice, decided.cost, self._ends[number])
+
+    def _note(self, rows: PlannedRows, choice: Choice, cost: dict[Choice, int], end: int) -> None:
+        self._cuts.append(Cut(rows.request, choice, cost, self._layer, end, self._last_ns))
 
     def uncut(self) -> None:
         """The forward starts again from its beginning, with all its rows and without safe points."""
@@ -210,7 +222,6 @@ class StepGuard:
         self._pass = None
         self._ends = [rows.end for rows in self._armed_plan().rows]
         self._cuts.clear()
-        self._closed_ns = 0
 
     def end(self) -> Receipt | None:
         """The step is over; its receipt, or None when it held no scoped request."""
@@ -224,7 +235,7 @@ class StepGuard:
             ends=tuple(self._ends),
             cuts=tuple(self._cuts),
             stopped=self._stopped,
-            obsolete_closed_ns=self._closed_ns or time.monotonic_ns(),
+            ended_ns=self._ended_ns or time.monotonic_ns(),
             safe_points=self._safe_points,
             longest_interval_ns=self._longest_ns,
         )

@@ -532,6 +532,8 @@ class Stream:
             self.promise(max((common_prefix(own, tokens) for own in self._prompts), default=0))
 
     def _told_prompt(self, tokens: list[int]) -> None:
+        if self._revoked.is_set():
+            return  # whoever comes after this one has something in common with its predecessors, or not
         self._prompts.append(tokens)
         self._service.successor_starts_with(self._view.tenant, self._view.scope, self.epoch, tokens)
 

@@ -135,7 +135,7 @@ class FakeStep(SimpleNamespace):
 def whole(plan: StepPlan) -> Receipt:
     """Of a step that ran to its end."""
     ends = tuple(rows.end for rows in plan.rows)
-    return Receipt(plan.seq, ends, (), stopped=False, obsolete_closed_ns=1, safe_points=0, longest_interval_ns=0)
+    return Receipt(plan.seq, ends, (), stopped=False, ended_ns=1, safe_points=0, longest_interval_ns=0)
 
 
 class AnyPass:
@@ -360,7 +360,7 @@ class World:
         receipt = guard.end()
         assert receipt is not None
         assert receipt.stopped or not stop, "the worker would not have stopped this step"
-        return replace(receipt, obsolete_closed_ns=self.now_ns, safe_points=1, longest_interval_ns=1)
+        return replace(receipt, ended_ns=self.now_ns, safe_points=1, longest_interval_ns=1)
 
     def step(self, budget: int = 16) -> bool:
         """Schedule and finish one step; False when there was nothing to do."""

@@ -29,6 +29,15 @@ def test_a_prefill_step_is_long_by_its_rows_and_never_shorter_than_a_decode_step
     assert rates.is_long(2, 1)
 
 
+def test_steps_with_drafts_are_decode_steps_and_short_tails_are_neither() -> None:
+    rates = Rates(0, None)
+    rates.ran(20, 4, 500)
+    rates.ran(40, 1, 900)
+    assert (rates.decode_ns, rates.ns_per_token) == (500, None)
+    rates.ran(100, 1, 5000)
+    assert rates.least_rows == 10
+
+
 def test_one_odd_step_moves_the_mean_by_a_fifth() -> None:
     rates = Rates(0, None, long_ns=0)
     rates.ran(100, 1, 1000)

@@ -122,6 +122,7 @@ class Step:
             query_start_loc=SimpleNamespace(cpu=torch.cat([starts, torch.full((5,), total, dtype=torch.int32)])),
             attn_groups=[[SimpleNamespace(layer_names=g, get_metadata_builder=Builder)] for g in groups],
             lora_config=None,
+            is_mm_prefix_lm=False,
             use_aux_hidden_state_outputs=False,
         )
         metadata, slots = {}, {}
@@ -315,6 +316,20 @@ def test_attention_outside_the_list_is_another_loop() -> None:
     assert DecoderLoop(model).understood is False
 
 
+@pytest.mark.parametrize("counts", [{A: 2, B: 40, C: 1}, {A: 1, B: 40, C: 2}, {A: 3, B: HIDDEN - 6, C: 1}])
+def test_three_rows_of_positions_are_not_three_rows(counts: dict[RequestId, int]) -> None:
+    """Positions may be [3, rows]: no size of what is left is taken for theirs, nor the hidden size for rows."""
+    step = Step(Model(), counts, mrope=True)
+    loop = Step(Model(), COUNTS, mrope=True).understood()
+    loop.layers = DecoderLoop(step.model).layers
+    whole = step.run()
+    with step.cutting(loop, {1: {B: 2}, 2: {B: 0}}) as running:
+        output = running.whole(step.model(step.hidden.clone(), step.positions))
+    assert torch.equal(output[: counts[A]], whole[: counts[A]])
+    last = counts[A] + counts[B]
+    assert torch.equal(output[last : last + counts[C]], whole[last : last + counts[C]])
+
+
 def test_a_model_that_nobody_has_watched_is_not_known() -> None:
     assert DecoderLoop(Model()).understood is None
 
@@ -324,6 +339,11 @@ def test_a_model_that_nobody_has_watched_is_not_known() -> None:
     [
         (lambda step: setattr(step.runner, "lora_config", object()), "adapters"),
         (lambda step: setattr(step.runner, "use_aux_hidden_state_outputs", True), "single layers"),
+        (lambda step: setattr(step.runner, "is_mm_prefix_lm", True), "not causal"),
+        (
+            lambda step: setattr(step.context.attn_metadata["layers.0"], "query_start_loc", torch.arange(9)),
+            "cuts requests",
+        ),
         (lambda step: setattr(step.context, "cudagraph_runtime_mode", CUDAGraphMode.FULL), "captured"),
         (lambda step: setattr(step.context, "attn_metadata", [step.context.attn_metadata]), "micro-batches"),
         (lambda step: step.runner.attn_groups.pop(), "no KV group"),

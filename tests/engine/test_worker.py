@@ -201,15 +201,78 @@ def test_a_limit_that_falls_twice_cuts_twice(table: AuthorityTable) -> None:
 
 
 @pytest.mark.parametrize("patience", [0, 1, 3])
-def test_a_limit_that_nobody_sets_is_waited_for_at_so_many_points(table: AuthorityTable, patience: int) -> None:
+@pytest.mark.parametrize("cuttable", [True, False])
+def test_a_limit_that_nobody_sets_is_waited_for_so_many_layers(
+    table: AuthorityTable, patience: int, cuttable: bool
+) -> None:
     scope = Scope(table)
-    guard, _ = running(table, plan(rows(scope.ticket())), patience=patience)
-    scope.advance()
-    for layer in range(patience):
+    guard, _ = running(table, plan(rows(scope.ticket())), patience=patience, cuttable=cuttable)
+
+    def layer(number: int) -> None:
+        if cuttable:
+            guard.layer_point(number)
+        for _ in range(2):
+            guard.attention_point(f"layer {number}")
         guard.safe_point()
-        guard.layer_point(layer)
+
+    scope.advance()
+    for number in range(patience):
+        layer(number)
     with pytest.raises(StepFenced):
-        guard.layer_point(patience)
+        layer(patience)
+
+
+def test_a_limit_that_is_set_between_two_looks_does_not_cut_inside_a_layer(
+    table: AuthorityTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scope = Scope(table)
+    ticket = scope.ticket()
+    guard, made = running(table, plan(rows(ticket)))
+    scope.advance()
+    looked = guard._wanted_now
+
+    def then_set() -> list[int]:
+        found = looked()
+        table.lower(ticket, START + UNIT)
+        return found
+
+    monkeypatch.setattr(guard, "_wanted_now", then_set)
+    with pytest.raises(StepFenced):
+        guard.safe_point()
+    assert made.kept == []
+
+
+def test_each_request_is_closed_when_its_own_rows_were_cut(table: AuthorityTable) -> None:
+    one, two = Scope(table, 1), Scope(table, 2)
+    tickets = one.ticket(), two.ticket()
+    guard, _ = running(table, plan(*(rows(ticket) for ticket in tickets)))
+    names = [RequestId(f"r{ticket.row}") for ticket in tickets]
+    one.advance()
+    guard.layer_point(1)
+    between = time.monotonic_ns()
+    two.advance()
+    table.lower(tickets[1], END)
+    guard.layer_point(2)
+    receipt = guard.end()
+    assert receipt is not None
+    assert receipt.obsolete_closed_ns(names[0]) <= between <= receipt.obsolete_closed_ns(names[1])
+    assert receipt.cut_of(names[1]) is None, "all of it is still wanted"
+
+
+def test_a_step_that_cannot_be_cut_stops_when_the_last_current_request_is_revoked(table: AuthorityTable) -> None:
+    one, two = Scope(table, 1), Scope(table, 2)
+    tickets = one.ticket(), two.ticket()
+    guard, _ = running(table, plan(*(rows(ticket) for ticket in tickets)), cuttable=False)
+    one.advance()
+    guard.attention_point("layer 0")
+    two.cancel()
+    with pytest.raises(StepFenced):
+        guard.attention_point("layer 1")
+    receipt = guard.end()
+    assert receipt is not None
+    assert {cut.request for cut in receipt.cuts if cut.choice is Choice.STOP} == {
+        RequestId(f"r{ticket.row}") for ticket in tickets
+    }
 
 
 def test_a_limit_that_comes_in_time_is_obeyed(table: AuthorityTable) -> None:
@@ -288,7 +351,7 @@ def test_a_finished_step_has_a_receipt_without_a_stop(table: AuthorityTable) -> 
     receipt = guard.end()
     assert receipt is not None
     assert (receipt.seq, receipt.ends, receipt.stopped, receipt.safe_points) == (41, (END,), False, 3)
-    assert before <= receipt.obsolete_closed_ns <= time.monotonic_ns()
+    assert before <= receipt.ended_ns <= time.monotonic_ns()
 
 
 def test_a_stopped_step_says_when_and_after_how_many_points(table: AuthorityTable) -> None:
@@ -306,7 +369,7 @@ def test_a_stopped_step_says_when_and_after_how_many_points(table: AuthorityTabl
     receipt = guard.end()
     assert receipt is not None
     assert (receipt.seq, receipt.stopped, receipt.safe_points) == (7, True, 2)
-    assert before <= receipt.obsolete_closed_ns <= after
+    assert before <= receipt.ended_ns <= after
     assert 20_000_000 <= receipt.longest_interval_ns < 20_000_000 + (after - before) + 1_000_000_000
 
 
@@ -344,7 +407,7 @@ def test_nothing_of_a_stopped_step_reaches_the_next(table: AuthorityTable) -> No
     assert first is not None
     assert second is not None
     assert (second.seq, second.ends, second.cuts, second.safe_points) == (2, (END,), (), 1)
-    assert second.obsolete_closed_ns > first.obsolete_closed_ns
+    assert second.ended_ns > first.ended_ns
 
 
 def test_a_step_that_was_never_ended_does_not_reach_the_next(table: AuthorityTable) -> None:
