@@ -14,8 +14,8 @@ that shares its first 7168 tokens with the next one, so it is the next point's p
 
 A point: on each server the switch, then unique prompts of `CHURN_TOKENS` tokens, two at a time, the same on every
 server; when all pools are turned over, the successors one right after the other, so that the machine is the same for
-all.  Recovery is a successor's TTFT; the full interval is its server's time from the switch through the other work, plus
-that.  A successor in an empty cache is measured once a round.
+all.  Recovery is a successor's TTFT; the full interval is its server's time from the switch through the other work,
+plus that.  A successor in an empty cache is measured once a round.
 
 What could be unfair, and which way:
 
