@@ -7,26 +7,29 @@ Three servers, one at work at a time, each with a chain of versions: every succe
 that shares its first 7168 tokens with the next one, so it is the next point's predecessor.
 
 - `native_prefix`: vLLM without patches.  The predecessor is over; what its prefix cache still holds is luck.
-- `native_cold`: the same server, the successor in a cache of its own.
 - `hbm`: SUPERSEDE, guaranteed pins; the successor comes later and adopts.
 - `dram`: SUPERSEDE with `tier: dram`; the device's blocks go back to the allocator, the successor restores.
-- `limit`: on the `hbm` server right after its successor, another one whose prefix was never under pressure.
+- `hbm_limit`, `dram_limit`: on that server right after its successor, another one whose prefix was never under
+  pressure.
 
-A point: the switch; then unique prompts of `CHURN_TOKENS` tokens, two at a time, the same on every server; then the
-successor.  Recovery is its TTFT; the full interval runs from the switch to its first token.
+A point: on each server the switch, then unique prompts of `CHURN_TOKENS` tokens, two at a time, the same on every
+server; when all pools are turned over, the successors one right after the other, so that the machine is the same for
+all.  Recovery is a successor's TTFT; the full interval is its server's time from the switch through the other work,
+plus that.  A successor in an empty cache is measured once a round.
 
 What could be unfair, and which way:
 
 - Pins take their share of the pool from the churn; upstream's cache has the whole.  In the full interval, against us.
-- All arms send the same tokens in the same order; the order of the arms rotates over points.
-- `native_cold` runs before its server's predecessor is looked up once more (a full hit), so that the cold run does not
-  age it.  In favour of native.
+- All arms send the same tokens in the same order; the order of the servers rotates over points.
+- The native server's predecessor is looked up once more (a full hit) right before its switch, so that nothing else has
+  aged it.  In favour of native.
 - 7168 is a multiple of a step's length, so that a successor says the same whatever it reuses on that grid; what native
   reuses off the grid may differ in the last bits, the tokens must not.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,17 +79,21 @@ class Churn:
         """See the module."""
         points, rounds = (QUICK_POINTS, 1) if quick else (POINTS, self.rounds)
         found: dict[float, list[dict[str, dict[str, float]]]] = {point: [] for point in points}
+        cold_ms: list[float] = []
         with ExitStack() as stack:
             arms = _start(stack, self.model)
             for arm in arms:
                 arm.begin()
             for number in range(rounds):
+                cold_ms.append(arms[0].cold_ms(seed=90_000 + number))
                 for index, point in enumerate(points):
                     turn = (number + index) % len(arms)
                     step = _Point(point, seed=1 + number * len(points) + index)
                     measured: dict[str, dict[str, float]] = {}
                     for arm in arms[turn:] + arms[:turn]:
-                        measured |= arm.measure(step)
+                        arm.churn(step)
+                    for arm in arms[turn:] + arms[:turn]:
+                        measured |= arm.recover(step)
                     note(f"  {point:g}: " + ", ".join(f"{a} {m['recovery_ms']:.0f}" for a, m in measured.items()))
                     if step.counts:
                         found[point].append(measured)
@@ -95,7 +102,7 @@ class Churn:
                 for name, holds in arm.end().items():
                     checks[name] = checks.get(name, True) and holds
             seal = next(arm.seal for arm in arms if arm.seal)
-        return _result(self, found, checks, seal, points, rounds)
+        return _result(self, found, checks, seal, points, cold_ms)
 
 
 class _Point:
@@ -117,6 +124,7 @@ class _Arm:
         self._url, self._model = url, model
         self.checks: dict[str, bool] = {}
         self._headers: dict[str, str] = {}
+        self._churned_ms = 0.0
         self._shared = passage(url, model, SHARED, seed=0)
         self._prompt = self._next_prompt(0)
 
@@ -128,9 +136,24 @@ class _Arm:
         """Every claim, and whether it held throughout."""
         return self.checks
 
-    def measure(self, point: _Point) -> dict[str, dict[str, float]]:
-        """One point: per arm, what was measured (ms; tokens)."""
+    def churn(self, point: _Point) -> None:
+        """The switch, and other work."""
+        started = time.monotonic()
+        self._switch()
+        self._other_work(point)
+        self._churned_ms = (time.monotonic() - started) * 1000
+
+    def _switch(self) -> None:
+        """The predecessor's version is over."""
+
+    def recover(self, point: _Point) -> dict[str, dict[str, float]]:
+        """The successor: per arm, what was measured (ms; tokens)."""
         raise NotImplementedError
+
+    def cold_ms(self, seed: int) -> float:
+        """TTFT of a successor in an empty cache."""
+        started = time.monotonic()
+        return (self._send(self._next_prompt(seed), salt=fresh_salt()).wait().first_token_at - started) * 1000
 
     def _next_prompt(self, seed: int) -> list[int]:
         return self._shared + passage(self._url, self._model, TOTAL - SHARED - ANSWER_TOKENS, seed=100_000 + seed)
@@ -150,15 +173,16 @@ class _Arm:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(one, range(count)))
 
-    def _answered(self, point: _Point, reply: Reply, started: float, switched: float) -> dict[str, float]:
+    def _answered(self, point: _Point, reply: Reply, started: float) -> dict[str, float]:
         said = reply.token_ids
         self._check(point, "every_answer_is_whole", len(said) == ANSWER_TOKENS)
         if point.said is None:
             point.said = said
         self._check(point, "all_arms_say_the_same", said == point.said)
+        recovery_ms = (reply.first_token_at - started) * 1000
         return {
-            "recovery_ms": (reply.first_token_at - started) * 1000,
-            "full_interval_ms": (reply.first_token_at - switched) * 1000,
+            "recovery_ms": recovery_ms,
+            "full_interval_ms": self._churned_ms + recovery_ms,
             "reused_tokens": float(reply.cached_tokens or 0),
         }
 
@@ -172,17 +196,14 @@ class _Arm:
 class _Native(_Arm):
     """vLLM as it is."""
 
-    def measure(self, point: _Point) -> dict[str, dict[str, float]]:
-        new = self._next_prompt(point.seed)
-        started = time.monotonic()
-        cold = self._answered(point, self._send(new, salt=fresh_salt()).wait(), started, started)
+    def churn(self, point: _Point) -> None:
         self._send(self._prompt).wait()  # the predecessor is the youngest again
-        switched = time.monotonic()
-        self._other_work(point)
+        super().churn(point)
+
+    def recover(self, point: _Point) -> dict[str, dict[str, float]]:
+        self._prompt = self._next_prompt(point.seed)
         started = time.monotonic()
-        prefix = self._answered(point, self._send(new).wait(), started, switched)
-        self._prompt = new
-        return {"native_cold": cold, "native_prefix": prefix}
+        return {"native_prefix": self._answered(point, self._send(self._prompt).wait(), started)}
 
 
 class _Retained(_Arm):
@@ -198,17 +219,20 @@ class _Retained(_Arm):
         self._scope, self._epoch = fresh_scope(), 1
         self._headers = {"X-Retire-Scope": self._scope}
         self._blocks: list[int | None] = []
+        self._moved: dict[str, int] = {}
+        self._location = ""
 
-    def measure(self, point: _Point) -> dict[str, dict[str, float]]:
+    def _switch(self) -> None:
+        self._moved = self._session.tier()
+        self._location = self._supersede(self._tier)
+
+    def recover(self, point: _Point) -> dict[str, dict[str, float]]:
         new = self._next_prompt(point.seed)
-        moved = self._session.tier()
-        switched = time.monotonic()
-        location = self._supersede()
-        self._other_work(point)
+        moved = self._moved
         started = time.monotonic()
-        found = self._answered(point, self._send(new).wait(), started, switched)
+        found = self._answered(point, self._send(new).wait(), started)
         before = self._blocks
-        record = self._inherited(point, location)
+        record = self._inherited(point, self._location)
         after = self._session.tier()
         if self._tier == "dram":
             moved_elsewhere = sum(a != b for a, b in zip(self._blocks, before, strict=False))
@@ -218,18 +242,15 @@ class _Retained(_Arm):
                 "slots_remapped": float(moved_elsewhere),
             }
             self._check(point, "the_devices_blocks_were_given_back", "offloaded" in record["stages"])
-        measured = {self._tier: found}
-        if self._tier == "hbm":
-            measured["limit"] = self._unpressured(point)
-        return measured
+        return {self._tier: found, f"{self._tier}_limit": self._unpressured(point)}
 
     def end(self) -> dict[str, bool]:
         http.delete(f"{self._url}/scopes/{self._scope}", timeout=TIMEOUT_S).raise_for_status()
         self._session.check_rest(self._usage)
         return {**self.checks, **self._session.checks}
 
-    def _supersede(self) -> str:
-        contract = {"keep_prefix": SHARED, "retain": {"tier": self._tier, "ttl_s": RETAIN_S}}
+    def _supersede(self, tier: str) -> str:
+        contract = {"keep_prefix": SHARED, "retain": {"tier": tier, "ttl_s": RETAIN_S}}
         body = {"scope": self._scope, "expected_epoch": self._epoch, "contract": contract}
         answer = http.post(f"{self._url}/supersede", json=body, timeout=TIMEOUT_S).raise_for_status()
         self._epoch += 1
@@ -238,7 +259,7 @@ class _Retained(_Arm):
     def _unpressured(self, point: _Point) -> dict[str, float]:
         """Another successor at once: the limit of what inheritance can be."""
         new = self._next_prompt(50_000 + point.seed)
-        location = self._supersede()
+        location = self._supersede("hbm")
         started = time.monotonic()
         reply = self._send(new).wait()
         self._inherited(point, location)
@@ -287,14 +308,15 @@ def _result(
     checks: Mapping[str, bool],
     seal: Mapping[str, str],
     points: Sequence[float],
-    rounds: int,
+    cold_ms: Sequence[float],
 ) -> Result:
     measured = {point: runs for point, runs in found.items() if runs}
     whole = bool(measured) and len(measured) == len(points)
-    summary: dict[str, Any] = {"rounds": rounds, "points": list(points), "points_counted": len(measured)}
+    summary: dict[str, Any] = {"rounds": len(cold_ms), "points": list(points), "points_counted": len(measured)}
+    summary["cold_ms"] = statistics.median(cold_ms)
     targets: list[Target] = []
     for tier, aim in (("hbm", HBM_AIM), ("dram", DRAM_AIM)):
-        efficiency = {p: _pairs(runs, "limit", tier, "recovery_ms") for p, runs in measured.items()}
+        efficiency = {p: _pairs(runs, f"{tier}_limit", tier, "recovery_ms") for p, runs in measured.items()}
         against = {p: _pairs(runs, tier, "native_prefix", "recovery_ms") for p, runs in measured.items()}
         speedup = {p: _pairs(runs, "native_prefix", tier, "recovery_ms") for p, runs in measured.items()}
         interval = {p: _pairs(runs, "native_prefix", tier, "full_interval_ms") for p, runs in measured.items()}

@@ -22,6 +22,7 @@ share a step with B's depends on timing, and in bfloat16 the company decides bet
 from __future__ import annotations
 
 import itertools
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -111,6 +112,7 @@ class Tenants:
             "b_digest_unchanged": all(digest for _, digest in pages),
             "b_itl_ratio": None if ratio is None else ratio.value,
             "b_itl_ratio_bound95": None if interval is None else interval.high,
+            "b_itl_ratio_by_kept": _by_kept(timed),
             "b_gap_p99_ms": _p99([one["supersede"]["longest_gap_ms"] for one in timed]),
             "b_gap_p99_ms_native": _p99([one["native_abort"]["longest_gap_ms"] for one in timed]),
             "zero_quota_cold": sum(cold),
@@ -136,6 +138,11 @@ class Tenants:
         )
 
 
+def _kept_tokens(seed: int) -> int:
+    """How much of A's prompt its successor keeps."""
+    return A_SHARES[seed % len(A_SHARES)]
+
+
 class _Bench:
     """The three tenants on one server."""
 
@@ -153,10 +160,11 @@ class _Bench:
         whole = all(len(ids) == B_TOKENS for ids in said.values())
         counts = self._b.check("b_is_whole", whole)
         counts &= self._b.check("b_says_the_same", said["supersede"] == said["native_abort"])
-        return {arm: times for arm, (_, times) in runs.items()}, counts
+        kept = {"kept_tokens": float(_kept_tokens(seed))}
+        return {arm: times | kept for arm, (_, times) in runs.items()}, counts
 
     def _a_prompts(self, seed: int) -> tuple[list[int], list[int]]:
-        shared = A_SHARES[seed % len(A_SHARES)]
+        shared = _kept_tokens(seed)
         return diverging(self._a.url, self._a.model, shared, A_PROMPT - shared, 20_000 + seed, A_KEY)
 
     def _run(
@@ -228,6 +236,14 @@ class _Bench:
         ).raise_for_status()
         found: dict[str, Any] = answer.json()["results"][0]
         return found
+
+
+def _by_kept(timed: Sequence[dict[str, dict[str, float]]]) -> dict[str, float]:
+    """The median ratio for each share of A's prompt that its successor keeps."""
+    ratios: dict[int, list[float]] = {shared: [] for shared in A_SHARES}
+    for one in timed:
+        ratios[int(one["supersede"]["kept_tokens"])].append(one["supersede"]["itl_ms"] / one["native_abort"]["itl_ms"])
+    return {f"{kept}/{A_PROMPT}": statistics.median(found) for kept, found in ratios.items() if found}
 
 
 def _p99(values: Sequence[float]) -> float | None:
