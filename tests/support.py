@@ -9,6 +9,7 @@ from typing import Any
 from harness import workload
 from harness.client import Reply, Streaming, http
 from harness.workload import fresh_salt, record_of
+from retire.core.certificate import common_prefix
 
 MODEL = "tiny"
 TIMEOUT_S = 300
@@ -86,16 +87,26 @@ def supersede(
     return Handover(replies[0], replies[1], record_of(url, replies[1].headers["location"]))
 
 
-def supersede_inside_a_step(url: str, scope: str, make: Any, choice: str = "stop", tries: int = 12) -> Handover:
-    """Supersede again and again, at other moments, until `choice` befell a running step, with something completed.
+def supersede_inside_a_step(url: str, scope: str, make: Any, choice: str = "stop", tries: int = 16) -> Handover:
+    """Supersede again and again until `choice` befell a running step, with something completed; what came of it.
 
-    `make(n)` gives the n-th pair of bodies, of which none may have been sent before.
+    `make(n)` gives the n-th pair of bodies, of which none may have been sent before.  Every try says whether it came
+    too early or too late, so the moment is found on a machine of any speed.
     """
     old, _ = make(0)
-    whole_s = min(prefill_s(url, old["prompt"]) for _ in range(3))
+    whole_s = min(prefill_s(url, old["prompt"]) for _ in range(2))
+    early_s, late_s = 0.0, 1.5 * whole_s
     for attempt in range(1, tries + 1):
-        share = 0.3 + 0.6 * ((attempt * 0.618) % 1)
-        found = supersede(url, f"{scope}-{attempt}", *make(attempt), after_s=whole_s * share)
+        after_s = early_s + (late_s - early_s) * (0.35 + 0.3 * ((attempt * 0.618) % 1))
+        old, new = make(attempt)
+        found = supersede(url, f"{scope}-{attempt}", old, new, after_s=after_s)
         if found.choice == choice and found.record["inherited_tokens"]:
             return found
+        frontier = max((receipt["frontier_tokens"] for receipt in found.record["receipts"]), default=0)
+        shared = common_prefix(old["prompt"], new["prompt"])
+        past_it = (found.choice == "stop" and frontier > 0) or (choice == "trim" and frontier >= shared)
+        if found.old.text or past_it:
+            late_s, early_s = after_s, 0.9 * early_s
+        else:
+            early_s, late_s = after_s, 1.1 * late_s
     raise AssertionError(f"never {choice} in {tries} tries; a whole prefill takes {whole_s:.2f} s")

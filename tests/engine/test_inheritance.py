@@ -23,15 +23,15 @@ PREFIX, SUFFIX = 7000, 60
 
 
 def pair(url, attempt, shared=PREFIX):
-    ids = text_ids(url, PREFIX, seed=1000 + attempt)
+    ids, salt = text_ids(url, PREFIX, seed=1000 + attempt), fresh_salt()
     return (
-        completion(ids + text_ids(url, 300, seed=5000 + attempt)),
-        completion(ids[:shared] + text_ids(url, SUFFIX, seed=9000 + attempt)),
+        completion(ids + text_ids(url, 300, seed=5000 + attempt), cache_salt=salt),
+        completion(ids[:shared] + text_ids(url, SUFFIX, seed=9000 + attempt), cache_salt=salt),
     )
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("choice", "shared"), [("stop", 3000), ("trim", 5500)])
+@pytest.mark.parametrize(("choice", "shared"), [("stop", 4100), ("trim", 5500)])
 def test_a_successor_adopts_what_a_cut_step_completed_and_says_what_a_clean_run_says(either, scope, choice, shared):
     server = either
     found = supersede_inside_a_step(server.url, scope, lambda attempt: pair(server.url, attempt, shared), choice)
