@@ -126,7 +126,10 @@ def play(url: str, say: Any) -> dict[str, Any]:
     scope = f"plan-{uuid.uuid4().hex[:8]}"
     old = Streaming(url, story.body(PLAN), {"X-Retire-Scope": scope})
     story.wait_for_quantum(3, idle_ms)
-    new = Streaming(url, story.body(REVISED), {"X-Retire-Scope": scope, "X-Retire-Supersedes": "1"})
+    # The runtime vouches for two quanta only: without that the third, which its new plan shares too, would be finished.
+    contract = json.dumps({"keep_prefix": 2 * QUANTUM})
+    superseding = {"X-Retire-Scope": scope, "X-Retire-Supersedes": "1", "X-Retire-Contract": contract}
+    new = Streaming(url, story.body(REVISED), superseding)
     new.wait_for_text(frames=8)
     newest = Streaming(url, story.body(REVISED_AGAIN), {"X-Retire-Scope": scope, "X-Retire-Supersedes": "2"})
     replies = [old.wait(), new.wait(), newest.wait()]
