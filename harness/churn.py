@@ -234,7 +234,6 @@ class _Retained(_Arm):
 
     def recover(self, point: _Point) -> dict[str, dict[str, float]]:
         new = self._next_prompt(point.seed)
-        moved = self._moved
         self._wake()
         started = time.monotonic()
         found = self._answered(point, self._send(new).wait(), started)
@@ -244,8 +243,8 @@ class _Retained(_Arm):
         if self._tier == "dram":
             moved_elsewhere = sum(a != b for a, b in zip(self._blocks, before, strict=False))
             found |= {
-                "blocks_returned": float(after["offloaded_pages"] - moved["offloaded_pages"]),
-                "blocks_republished": float(after["restored_pages"] - moved["restored_pages"]),
+                "blocks_returned": float(after["offloaded_pages"] - self._moved["offloaded_pages"]),
+                "blocks_republished": float(after["restored_pages"] - self._moved["restored_pages"]),
                 "slots_remapped": float(moved_elsewhere),
             }
             self._check(point, "the_devices_blocks_were_given_back", "offloaded" in record["stages"])

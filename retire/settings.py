@@ -27,7 +27,7 @@ class Settings:
     themselves.  `pin_ttl_ms`, `max_pin_ttl_ms`: pins live so long by default, and at most.
     `dram_bytes`: of each worker's host memory for pages of superseded requests; 0 turns that tier off.
     `min_inherit_tokens`: a shorter common prefix is not worth a certificate.
-    `limit_patience`: at so many safe points a worker waits to be told how much of a revoked request is still wanted.
+    `limit_patience`: for so many layers a worker waits to be told how much of a revoked request is still wanted.
     `backlog_bytes`: send buffer of a scoped stream's socket; what the last gate cannot call back.
     """
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 
 from harness.client import http
-from harness.server import Server, start_side_by_side
+from harness.server import Server, ServerFailed, start_side_by_side
 from retire import models
 
 TINY_FLAGS = (
@@ -43,6 +44,17 @@ def all_served(made: Mapping[str, tuple[str, dict[str, Any], tuple[str, ...]]]) 
     servers = {name: Server(models.resolve(model), flags, **more) for name, (model, more, flags) in made.items()}
     try:
         start_side_by_side(list(servers.values()))
+        yield servers
+    finally:
+        for server in servers.values():
+            server.close()
+
+
+def all_failed(servers: Mapping[str, Server]) -> Iterator[Mapping[str, Server]]:
+    """Servers that are not to come up, side by side, each come to an end by itself or up."""
+    try:
+        with suppress(ServerFailed):
+            start_side_by_side(list(servers.values()))
         yield servers
     finally:
         for server in servers.values():

@@ -4,7 +4,7 @@ Why: a scope named on a route (or a front end) that no gate covers would pass wi
      serves whoever has the same tokens, whosever they were.
 Delta: a request that names a scope without a ticket of this server is refused before it reaches the engine; with
      isolated tenants every request's cache salt is its tenant's, and one without a tenant shares with nobody.  The
-    response that a scoped prompt belongs to is told its tokens.
+     response that a scoped prompt belongs to is told its tokens.
 No seam: every front end builds its own sampling parameters and prompts, and only this method sees them all.
 Remove: when vLLM validates extra_args and derives cache salts through a plugin.
 """

@@ -60,15 +60,13 @@ def decide(rows: Rows, *, layers: int, remaining: int, company: int, least_rows:
     def going_on(own: int) -> int:
         return (max(own + company, least_rows) - others) * remaining
 
-    cost = {Choice.KEEP: going_on(all_of_them), Choice.TRIM: going_on(useful), Choice.STOP: useful * layers}
-    possible = {Choice.KEEP}
+    cost = {Choice.KEEP: going_on(all_of_them)}
     if can_trim and 0 < useful < all_of_them:
-        possible.add(Choice.TRIM)
+        cost[Choice.TRIM] = going_on(useful)
     if can_trim or not company:
-        possible.add(Choice.STOP)
-    cost = {choice: cost[choice] for choice in Choice if choice in possible}
+        cost[Choice.STOP] = useful * layers
     choice = min(cost, key=lambda one: cost[one])
-    if useful == 0 and Choice.STOP in possible:
+    if useful == 0 and Choice.STOP in cost:
         choice = Choice.STOP
     end = {Choice.KEEP: rows.end, Choice.TRIM: rows.useful_end, Choice.STOP: rows.start}[choice]
     return Decision(choice, end, cost)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def guarded(runner: Any, rows: int, run: Callable[[], Any], *, embedded: bool) -
     step = guard()
     loop = _loop_of(runner)
     if not step.wanted:
-        return _watched(loop, rows, run) if _to_watch(runner, loop, rows) else run()
+        return _uncut(runner, loop, rows, run)
     try:
         return _armed(step, runner, loop, rows, run)
     except StepFenced:
@@ -48,12 +47,10 @@ def _loop_of(runner: Any) -> DecoderLoop:
     return loop
 
 
-def _to_watch(runner: Any, loop: DecoderLoop, rows: int) -> bool:
-    """A pass whose number of rows cannot be taken for anything else."""
-    return loop.understood is None and rows >= WATCHED_ROWS and rows != runner.model_config.get_hidden_size()
-
-
-def _watched(loop: DecoderLoop, rows: int, run: Callable[[], Any]) -> Any:
+def _uncut(runner: Any, loop: DecoderLoop, rows: int, run: Callable[[], Any]) -> Any:
+    """Run a pass whole; watch it if nobody knows the model and its rows cannot be taken for anything else."""
+    if loop.understood is not None or rows < WATCHED_ROWS or rows == runner.model_config.get_hidden_size():
+        return run()
     with loop.watched(rows) as seen:
         output = run()
     seen(output)
@@ -64,20 +61,15 @@ def _armed(step: StepGuard, runner: Any, loop: DecoderLoop, rows: int, run: Call
     if runner.use_aux_hidden_state_outputs:  # what comes out has another shape: nothing stops such a step
         return run()
     if not loop.understood or can_cut(runner) is not None:
-        with ExitStack() as stack:
-            seen = stack.enter_context(loop.watched(rows)) if _to_watch(runner, loop, rows) else None
-            step.arm(layers=max(1, len(loop.layers)))
-            output = run()
-        if seen is not None:
-            seen(output)
-        return output
+        step.arm(layers=max(1, len(loop.layers)))
+        return _uncut(runner, loop, rows, run)
     running = RunningPass(runner, loop, rows)
 
     def before(layer: int, arguments: Arguments) -> Arguments | None:
         step.layer_point(layer)
         return running.rest_of(arguments)
 
-    step.arm(running.layers, running)
+    step.arm(len(loop.layers), running)
     try:
         with loop.before_each(before):
             return running.whole(run())

@@ -170,7 +170,6 @@ class RunningPass:
     def __init__(self, runner: Any, loop: DecoderLoop, rows: int) -> None:
         batch = runner.input_batch
         starts = runner.query_start_loc.cpu[: batch.num_reqs + 1].tolist()
-        self.layers = len(loop.layers)
         self._runner = runner
         self._rows = rows
         self._requests: list[RequestId] = list(batch.req_ids[: batch.num_reqs])
@@ -200,8 +199,8 @@ class RunningPass:
         self._alive = [self._alive[index] for index in kept]
         self._all = _Index(self._alive)
         self._sliced.clear()
-        self._cut_context(counts, self._cut)
         staying = [number for number, count in enumerate(counts) if count]
+        self._cut_context(staying, counts, self._cut)
         self._requests = [self._requests[number] for number in staying]
         self._counts = [counts[number] for number in staying]
 
@@ -249,11 +248,10 @@ class RunningPass:
         full[self._all.rows] = output
         return full
 
-    def _cut_context(self, counts: Sequence[int], rows: _Index) -> None:
+    def _cut_context(self, staying: Sequence[int], counts: Sequence[int], rows: _Index) -> None:
         """Attention metadata of every group, and slot mappings, for the rows that stay."""
         context = get_forward_context()
         metadata: dict[str, Any] = dict(context.attn_metadata)
-        staying = [number for number, count in enumerate(counts) if count]
         starts = [0]
         for number in staying:
             starts.append(starts[-1] + counts[number])

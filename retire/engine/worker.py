@@ -32,8 +32,6 @@ class StepFenced(BaseException):
 class Pass(Protocol):
     """The running forward pass, as far as rows can be cut out of it."""
 
-    layers: int
-
     def keep(self, ends: dict[RequestId, int]) -> None:
         """From the coming layer on compute only so many leading rows of these requests."""
 
@@ -59,7 +57,7 @@ class StepGuard:
         self._ends = [one.end for one in rows]  # up to where each request's rows go on
         self._wanted = list(self._ends)  # the last that was decided upon
         self._missed: list[int | None] = [None] * len(rows)  # before which layer a revoked one had no limit yet
-        self._over = False  # whether nobody in the step is current
+        self._over = False  # whether nobody is current in a step that can only stop as a whole
         self._cuts: list[Cut] = []
         self._ended_ns = self._safe_points = self._longest_ns = 0
         self._stopped = False
@@ -156,10 +154,11 @@ class StepGuard:
         return fence.useful_end(rows.start, end, limit, plan.unit_tokens)
 
     def _decide(self, wanted: list[int]) -> None:
-        plan, before = self._armed_plan(), self._ends.copy()
-        over = all(not self._table.holds(rows.ticket) for rows in plan.rows)
+        plan = self._armed_plan()
+        over = self._pass is None and all(not self._table.holds(rows.ticket) for rows in plan.rows)
         if wanted == self._wanted and over == self._over:
             return
+        before = self._ends.copy()
         changed = [number for number, end in enumerate(wanted) if end < self._wanted[number]]
         self._wanted, self._over = wanted, over
         if self._pass is None:

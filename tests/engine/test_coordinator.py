@@ -141,8 +141,6 @@ def whole(plan: StepPlan) -> Receipt:
 class AnyPass:
     """A forward pass that any rows can be cut out of."""
 
-    layers = 1
-
     def keep(self, ends: dict[RequestId, int]) -> None:
         pass
 

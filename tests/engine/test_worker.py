@@ -46,8 +46,6 @@ class Scope:
 class Pass:
     """Remembers how many rows of whom went on."""
 
-    layers = LAYERS
-
     def __init__(self) -> None:
         self.kept: list[dict[RequestId, int]] = []
 

@@ -6,14 +6,14 @@ Each fault is put in by a `sitecustomize` that every process of the server runs 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from textwrap import dedent
 
 import pytest
 
-from harness.server import Server, ServerFailed, start_side_by_side
+from harness.server import Server
 from retire import models
+from tests.conftest import all_failed
 
 FLAGS = ("--enforce-eager", "--max-model-len", "512", "--block-size", "32", "--kv-cache-memory-bytes", str(64 << 20))
 OURS = re.compile(r"^(?:\(.*?\) )?retire: (.*)$", re.MULTILINE)
@@ -70,8 +70,8 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """A server for every fault, side by side, each come to an end by itself or up."""
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Server]]:
+    """A server for every fault."""
     servers = {}
     for name, (fault, _) in FAULTS.items():
         folder = tmp_path_factory.mktemp("faulty")
@@ -79,19 +79,13 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
         servers[name] = Server(
             models.resolve("tiny-llama"), FLAGS, env={"PYTHONPATH": str(folder)}, state_dir=folder / "state"
         )
-    try:
-        with suppress(ServerFailed):
-            start_side_by_side(list(servers.values()))
-        yield servers
-    finally:
-        for server in servers.values():
-            server.close()
+    yield from all_failed(servers)
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_server_with_a_piece_missing_does_not_come_up(faulty: dict[str, Server], fault: str) -> None:
+def test_a_server_with_a_piece_missing_does_not_come_up(faulty: Mapping[str, Server], fault: str) -> None:
     server = faulty[fault]
     assert server.wait(10) != 0
     said = OURS.findall(server.log())

@@ -7,15 +7,14 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
-from harness.server import Server, ServerFailed, start_side_by_side
+from harness.server import Server
 from retire import models
-from tests.conftest import SHORT_PINS, TINY_FLAGS, all_scopes, bearer, leak_checked, leftovers, served
+from tests.conftest import SHORT_PINS, TINY_FLAGS, all_failed, all_scopes, bearer, leak_checked, leftovers, served
 from tests.server.wire import (
     CHAT,
     COMPLETIONS,
@@ -412,7 +411,7 @@ UNTELLABLE = {  # tenants file, flags, environment, what the line has to name
 
 @pytest.fixture(scope="module")
 def untellable(tmp_path_factory):
-    """A server for each, side by side, come to an end by itself or up."""
+    """A server for each."""
     servers = {}
     for name, (file, flags, env, _) in UNTELLABLE.items():
         path = tmp_path_factory.mktemp("untellable") / "tenants.toml"
@@ -420,13 +419,7 @@ def untellable(tmp_path_factory):
         servers[name] = Server(
             models.resolve("tiny-llama"), (*TINY_FLAGS, *flags), env={**env, "RETIRE_TENANTS": str(path)}
         )
-    try:
-        with suppress(ServerFailed):
-            start_side_by_side(list(servers.values()))
-        yield servers
-    finally:
-        for server in servers.values():
-            server.close()
+    yield from all_failed(servers)
 
 
 @pytest.mark.slow
