@@ -14,14 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from harness.churn import Churn
+from harness.composition import Composition
 from harness.correctness import Correctness
 from harness.experiment import Experiment, Result
 from harness.inheritance import Inheritance
 from harness.manifest import manifest
+from harness.retirement import Retirement
 from harness.server import ServerFailed
 from harness.tenants import Tenants
 
-EXPERIMENTS: tuple[Experiment, ...] = (Churn(), Correctness(), Inheritance(), Tenants())
+EXPERIMENTS: tuple[Experiment, ...] = (
+    Churn(),
+    Composition(),
+    Correctness(),
+    Inheritance(),
+    Retirement(),
+    Tenants(),
+)
 
 
 def main(argv: Sequence[str] | None = None, experiments: Iterable[Experiment] = EXPERIMENTS) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 TIMEOUT_S = 600.0
+NEAR = 0.25
 _TLS = ssl.create_default_context()  # one for all: making one costs 70 ms, or seconds while a stream is being read
 http = httpx.Client(timeout=TIMEOUT_S, verify=_TLS, limits=httpx.Limits(max_keepalive_connections=0))
 """For single questions: a new connection each, nothing else to set up."""
@@ -81,10 +82,29 @@ class Reply:
         return found
 
     @property
+    def alternatives(self) -> list[dict[str, float]]:
+        """For every generated token of a completion the likeliest tokens there, if any were asked for."""
+        choices = (choice for frame in self.frames for choice in frame.body.get("choices", []))
+        return [place for choice in choices for place in (choice.get("logprobs") or {}).get("top_logprobs") or []]
+
+    @property
     def cached_tokens(self) -> int | None:
         """How much of the prompt was not computed, if usage was asked for and the server tells."""
         details = [(frame.body.get("usage") or {}).get("prompt_tokens_details") for frame in self.frames]
         return next((told["cached_tokens"] for told in details if told is not None), None)
+
+
+def says_the_same(reference: Reply, other: Reply) -> bool:
+    """Whether two greedy answers are equal as far as numerics can tell.
+
+    How a prompt is cut into steps changes the last bits of its KV, so they may part where the log-probabilities of two
+    tokens are within `NEAR` of each other.  `reference` must have been asked for alternatives.
+    """
+    pairs = zip(reference.logprobs, other.logprobs, reference.alternatives, strict=False)
+    for (expected, likely), (said, _), likeliest in pairs:
+        if said != expected:
+            return said in likeliest and likely - likeliest[said] <= NEAR
+    return bool(reference.logprobs) and len(reference.logprobs) == len(other.logprobs)
 
 
 class Streaming:

@@ -35,9 +35,14 @@ class Session:
         self.checks: dict[str, bool] = {}
         self.seal: dict[str, str] = self._status()["seal"]
 
-    def stream(self, ids: list[int], tokens: int, salt: str, headers: Mapping[str, str] | None = None) -> Streaming:
-        """A streamed completion that tells token ids, log-probabilities, and at its end what was cached."""
-        asked = {"logprobs": 0, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    def stream(
+        self, ids: list[int], tokens: int, salt: str, headers: Mapping[str, str] | None = None, alternatives: int = 0
+    ) -> Streaming:
+        """A streamed completion that tells token ids, log-probabilities, and at its end what was cached.
+
+        `alternatives`: how many likeliest tokens are told for each place.
+        """
+        asked = {"logprobs": alternatives, "return_token_ids": True, "stream_options": {"include_usage": True}}
         return Streaming(
             self.url,
             completion(self.model, ids, tokens, cache_salt=salt, **asked),

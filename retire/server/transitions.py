@@ -19,7 +19,10 @@ KEPT = 4096
 
 @dataclass
 class Transition:
-    """One transition.  Stage times are monotonic ns; `first_frame_ns` is the first publication of the successor."""
+    """One transition.  Stage times are monotonic ns; `first_frame_ns` is the first publication of the successor.
+
+    `obsolete_closed_ns`: of the receipts so far, the last time at which a row was computed that nobody had a use for.
+    """
 
     id: TransitionId
     tenant: TenantId
@@ -31,6 +34,7 @@ class Transition:
     advanced_ns: int
     published: list[dict[str, Any]] = field(default_factory=list)
     receipts: list[dict[str, Any]] = field(default_factory=list)
+    obsolete_closed_ns: int = 0
     ended_ns: dict[Stage, int] = field(default_factory=dict)
     moved_ns: dict[str, int] = field(default_factory=dict)  # to and from host memory
     certificate: dict[str, Any] | None = None
@@ -44,12 +48,14 @@ class Transition:
         """Take in one fact of the engine."""
         match fact["kind"]:
             case "stage":
-                stage = Stage(fact["stage"])
-                self.ended_ns.setdefault(stage, fact["at_ns"])
-                if stage is Stage.FENCE:
+                stage, ended_ns = Stage(fact["stage"]), fact["at_ns"]
+                if stage is Stage.FENCE:  # a step whose useful rows went on told of it at its end only
+                    ended_ns = self.obsolete_closed_ns or ended_ns
                     self.fenced.set()
+                self.ended_ns.setdefault(stage, ended_ns)
             case "receipt":
-                obsolete_closed_ns = fact["obsolete_closed_ns"] or fact["at_ns"]
+                obsolete_closed_ns = max(self.advanced_ns, fact["obsolete_closed_ns"] or fact["at_ns"])
+                self.obsolete_closed_ns = max(self.obsolete_closed_ns, obsolete_closed_ns)
                 self.receipts.append(
                     {
                         "request": fact["request"],
@@ -57,7 +63,7 @@ class Transition:
                         "choice": fact["choice"],
                         "layer": fact["layer"],
                         "cost_row_layers": fact["cost"],
-                        "obsolete_closed_ms": _ms(max(0, obsolete_closed_ns - self.advanced_ns)),  # 0: before
+                        "obsolete_closed_ms": _ms(obsolete_closed_ns - self.advanced_ns),  # 0: before, or at once
                         "frontier_tokens": fact["frontier_tokens"],
                         "safe_points": fact["safe_points"],
                         "longest_interval_ms": _ms(fact["longest_interval_ns"]),
@@ -85,7 +91,7 @@ class Transition:
         return self.certificate["tokens"] if self.certificate and self.adopted_blocks else 0
 
     def fence_ms(self) -> float | None:
-        """ms from ADVANCE to the last receipt, None while it is out."""
+        """ms from ADVANCE to where no obsolete row was computed any more, None while a receipt is out."""
         ended = self.ended_ns.get(Stage.FENCE)
         return None if ended is None else _ms(ended - self.advanced_ns)
 

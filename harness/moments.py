@@ -1,0 +1,154 @@
+"""When a prefill is interrupted: at a share of one of its steps.
+
+Owns: finding out from outside where a running prefill is, and how long its steps take.
+Must not know: what happens at that moment.
+Strategy: the engine answers questions only between two steps, so an answer that kept us waiting spans one step.  A
+thread asks without pause while a prefill runs; it stops asking at the moment itself, so that nobody is disturbed after.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from dataclasses import dataclass, field
+
+from harness.client import TIMEOUT_S, Streaming, http
+from harness.workload import PATIENCE_S
+
+WEIGHT = 0.5  # of a step's newest length
+ARRIVAL_S = 0.004  # from a response's headers to the engine's first step
+
+
+class MomentMissed(RuntimeError):
+    """The prefill was over before the step that was waited for began."""
+
+
+def engine_answers_s(url: str) -> float:
+    """How long the engine takes to answer: next to nothing between two steps, else until the running one ends."""
+    started = time.monotonic()
+    http.get(f"{url}/retire/status", timeout=TIMEOUT_S).raise_for_status()
+    return time.monotonic() - started
+
+
+class _StepWatch:
+    """Watches one prefill.
+
+    `ended`: (begin, end) of its steps so far, seconds of `time.monotonic`.  `asked`: when the newest question was;
+    `answered`: when the newest answer came.
+    """
+
+    def __init__(self, url: str, threshold_s: float) -> None:
+        self.ended: list[tuple[float, float]] = []
+        self.asked = self.answered = 0.0
+        self._url, self._threshold_s = url, threshold_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self.asked = time.monotonic()
+            waited = engine_answers_s(self._url)
+            self.answered = self.asked + waited
+            if waited > self._threshold_s:
+                self.ended.append((self.asked, self.answered))
+
+    def stop(self) -> None:
+        """Ask no more; the question that is out is answered at the end of the running step."""
+        self._stop.set()
+
+    def join(self) -> None:
+        """Until the last answer is there."""
+        self._stop.set()
+        self._thread.join()
+
+
+@dataclass
+class Moments:
+    """Where the steps of prefills of one kind begin, and how long they take.
+
+    `lengths_s`: of the first, second, ... step, as last seen.  `idle_s`: an answer between two steps.
+    """
+
+    url: str
+    lengths_s: list[float] = field(default_factory=list)
+    idle_s: float = 0.0
+
+    def calibrate(self, prefill: Streaming, steps: int) -> None:
+        """Learn from a prefill that nobody interrupts.  Raises MomentMissed when it did not show so many steps."""
+        self.idle_s = self.idle_s or statistics.median(engine_answers_s(self.url) for _ in range(9))
+        watch = self._watch(prefill)
+        prefill.wait()
+        watch.join()
+        if len(watch.ended) < steps:
+            raise MomentMissed(f"{len(watch.ended)} steps of {steps} were seen: they are too short to tell")
+        self.lengths_s = [end - begin for begin, end in watch.ended[:steps]]
+
+    def offset_s(self, step: int, share: float) -> float:
+        """How long after its begin step number `step` (from 1) has done `share` of its work."""
+        return share * self.lengths_s[step - 1]
+
+    def wait(self, prefill: Streaming, step: int, offset_s: float) -> Moment:
+        """Until so long after the beginning of that step.  Raises MomentMissed."""
+        watch = self._watch(prefill)
+        arrived = time.monotonic() + ARRIVAL_S
+        deadline = arrived + PATIENCE_S
+        while len(watch.ended) < step - 1:
+            if prefill.reply.done_at or prefill.reply.token_ids or time.monotonic() > deadline:
+                watch.join()
+                raise MomentMissed(f"step {step} was never seen")
+            time.sleep(0.001)
+        begun = watch.ended[step - 2][1] if step > 1 else arrived
+        time.sleep(max(0.0, begun + offset_s - time.monotonic()))
+        return Moment(watch, begun, time.monotonic(), steps_before=step - 1)
+
+    def wait_decoding(self, answer: Streaming, tokens: int, offset_s: float) -> Moment:
+        """Until so long after that many tokens of an answer.  Raises MomentMissed when it is over by then."""
+        watch = self._watch(answer)
+        answer.wait_for_tokens(tokens)
+        time.sleep(offset_s)
+        if answer.reply.done_at:
+            watch.join()
+            raise MomentMissed("the answer was over")
+        return Moment(watch, watch.asked, time.monotonic())
+
+    def learn(self, moment: Moment) -> None:
+        """The step at this moment ran to its end as it always does: so long does it take now."""
+        assert moment.steps_before is not None
+        seen_s, step = moment.step_s(), moment.steps_before
+        self.lengths_s[step] += WEIGHT * (seen_s - self.lengths_s[step])
+
+    def _watch(self, prefill: Streaming) -> _StepWatch:
+        prefill.wait_for_headers()
+        shortest = min(self.lengths_s, default=0.0)
+        return _StepWatch(self.url, 0.3 * shortest if shortest else 10 * self.idle_s + 0.02)
+
+
+class Moment:
+    """One moment that came; nobody asks the engine any more.
+
+    `at`: seconds of `time.monotonic`, as `begun`, the beginning of its step.  `steps_before`: how many the prefill had.
+    """
+
+    def __init__(self, watch: _StepWatch, begun: float, at: float, steps_before: int | None = None) -> None:
+        watch.stop()
+        self.begun, self.at = begun, at
+        self.steps_before = steps_before
+        self._watch = watch
+
+    def hit(self) -> bool:
+        """Whether it lay within that step; waits until the step is over."""
+        self._watch.join()
+        before = sum(end < self.at for _, end in self._watch.ended)
+        return self._watch.answered > self.at and self.steps_before in (None, before)
+
+    def boundary_s(self) -> float:
+        """How long from the moment until the engine answered between two steps."""
+        self._watch.join()
+        return self._watch.answered - self.at
+
+    def step_s(self) -> float:
+        """How long its step took in all."""
+        self._watch.join()
+        return self._watch.answered - self.begun

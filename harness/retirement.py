@@ -1,0 +1,284 @@
+"""`retire bench retirement`: how long obsolete work goes on after its authority has ended.
+
+Stands beside Table 10 (FENCE against the native request boundary: long prefill 24.9×, draft–verify prefill 51.3×,
+active speculative decode 9.99×, two kinds of KV groups 7.01×) and §7.3 (the native tail grows with the quantum).
+
+A predecessor is interrupted at a moment drawn uniformly from its work, with a successor that shares nothing with it.
+
+- `native`: the client hangs up; the engine is free when it answers again.
+- `retire`: POST /supersede with `inherit: none`; obsolete rows are closed when the record says so, `fence_ms` after
+  ADVANCE, on one clock for all processes of the host.
+
+The bound is not a time but an interval: the fence may take as long as the longest time between two safe points of that
+very step, and a little (`fence_over_interval`, the largest of all trials).  Those intervals in turn must not be longer
+than a layer of the native step (`longest_interval_over_mean`).
+
+What could be unfair, and which way:
+
+- Native's boundary is seen through HTTP; what an idle engine takes to answer is taken off.
+- Both arms of a pair are interrupted at the same offset into the same step; their order alternates.
+- In `active_spec_decode` steps last tens of milliseconds, and the moment is a pause after a token's arrival.
+- A transition whose requests were in no step when authority moved has nothing to fence and is drawn again.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.client import Reply, says_the_same
+from harness.experiment import Cell, Result, Target, figures
+from harness.moments import MomentMissed, Moments
+from harness.session import Session, note, serving
+from harness.statistics import Bootstrap, Interval, at_least, at_most, ratio_of_medians
+from harness.workload import diverging, fresh_salt, fresh_scope, passage, record_of
+
+ANSWER_TOKENS, PREDECESSOR_TOKENS, ALTERNATIVES = 4, 400, 5
+DECODE_S = 0.1  # longer than a step that verifies drafts
+OVER_INTERVAL_AIM, OVER_MEAN_AIM = 1.25, 1.3
+TRIES = 6
+
+
+@dataclass(frozen=True)
+class Path:
+    """Work that is interrupted.  `paper`: its FENCE ratio there; `aim`: ours.
+
+    `tokens`, `quantum`: of the prompt and of a step.  `decoding`: interrupted while it answers, not while it reads.
+    `layers`: of the model that the longest forward of a step runs through.
+    """
+
+    name: str
+    model: str
+    tokens: int
+    quantum: int
+    layers: int
+    paper: float
+    aim: float
+    flags: tuple[str, ...] = ()
+    decoding: bool = False
+
+    @property
+    def steps(self) -> int:
+        """How many steps a whole prefill has."""
+        return -(-self.tokens // self.quantum)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """ms.  `closed_ms`: from the decision to where no obsolete row was computed.  `step_ms`: of the whole native step.
+
+    `longest_interval_ms`: between two safe points of the step that was stopped.
+    """
+
+    closed_ms: float
+    successor_ms: float
+    reply: Reply
+    step_ms: float = 0.0
+    longest_interval_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Both arms at one moment."""
+
+    native: Arm
+    retire: Arm
+
+    def as_metrics(self) -> dict[str, dict[str, float]]:
+        """Values of a cell."""
+        return {
+            "native": {
+                "closed_ms": self.native.closed_ms,
+                "step_ms": self.native.step_ms,
+                "successor_ms": self.native.successor_ms,
+            },
+            "retire": {
+                "closed_ms": self.retire.closed_ms,
+                "longest_interval_ms": self.retire.longest_interval_ms,
+                "successor_ms": self.retire.successor_ms,
+            },
+        }
+
+
+PREFILL = ("--max-model-len", "8192", "--kv-cache-memory-bytes", str(1 << 30))
+PATHS = (
+    Path("long_prefill", "smollm2", 8000, 4096, layers=30, paper=24.9, aim=30.0),
+    Path("two_kv_groups", "gemma3", 4000, 4000, layers=18, paper=7.01, aim=7.01),
+)
+TAILS = tuple(Path(f"tail_{quantum}", "smollm2", 8000, quantum, layers=30, paper=0, aim=0) for quantum in (1024, 2048))
+
+
+@dataclass(frozen=True)
+class Retirement:
+    """`trials`: per path.  `tail_trials`: per quantum."""
+
+    trials: int = 20
+    tail_trials: int = 6
+    quick_trials: int = 3
+    name: str = field(default="retirement", init=False)
+    paper: str = field(default="Table 10 and §7.3", init=False)
+
+    def run(self, *, quick: bool) -> Result:
+        """See the module."""
+        found: dict[str, list[Trial]] = {}
+        checks: dict[str, bool] = {}
+        seal: Mapping[str, str] = {}
+        planned = dict.fromkeys(PATHS, self.quick_trials if quick else self.trials)
+        planned |= {} if quick else dict.fromkeys(TAILS, self.tail_trials)
+        for path, trials in planned.items():
+            flags = ("--max-num-batched-tokens", str(path.quantum), *PREFILL, *path.flags)
+            with serving(path.model, flags) as session:
+                bench = _Bench(session, path)
+                found[path.name] = [one for number in range(trials) if (one := bench.trial(number)) is not None]
+                for name, holds in session.checks.items():
+                    checks[name] = checks.get(name, True) and holds
+                seal = session.seal
+        return _result(found, checks, seal, planned)
+
+
+class _Bench:
+    """Trials of one path on one server."""
+
+    def __init__(self, session: Session, path: Path) -> None:
+        self._session, self._path = session, path
+        self._moments = Moments(session.url)
+        self._draw = random.Random(path.name)  # noqa: S311 - moments
+        for seed in (1, 2):  # the first one warms up
+            ids = passage(session.url, session.model, path.tokens, seed)
+            self._moments.calibrate(session.stream(ids, 1, fresh_salt()), path.steps)
+
+    def trial(self, number: int) -> Trial | None:
+        """Both arms at one moment; None when it was never hit, or something was wrong."""
+        session, path = self._session, self._path
+        old, new = diverging(session.url, session.model, 0, path.tokens, seed=100 + number)
+        for _ in range(TRIES):
+            step, offset_s = self._draw_moment()
+            try:
+                order = ("native", "retire") if number % 2 else ("retire", "native")
+                arms = {arm: self._interrupt(arm, old, new, step, offset_s) for arm in order}
+            except MomentMissed:
+                continue
+            native, ours = arms["native"], arms["retire"]
+            note(
+                f"  {path.name} {number + 1}, step {step} after {offset_s * 1000:.0f}: native {native.closed_ms:.0f},"
+                f" fence {ours.closed_ms:.1f}, longest interval {ours.longest_interval_ms:.1f} ms"
+            )
+            same = session.check("successors_say_the_same", says_the_same(native.reply, ours.reply))
+            return Trial(native, ours) if same else None
+        session.check("moments_are_hit", False)
+        return None
+
+    def _draw_moment(self) -> tuple[int, float]:
+        """A step and how long after its begin, uniformly over the predecessor's work."""
+        if self._path.decoding:
+            return self._draw.randrange(8, 40), self._draw.uniform(0, DECODE_S)
+        left_s = self._draw.uniform(0, sum(self._moments.lengths_s))
+        for step, length_s in enumerate(self._moments.lengths_s, 1):
+            if left_s < length_s:
+                return step, left_s
+            left_s -= length_s
+        raise AssertionError("a moment beyond the work it was drawn from")
+
+    def _interrupt(self, arm: str, old: list[int], new: list[int], step: int, offset_s: float) -> Arm:
+        """One arm.  Raises MomentMissed."""
+        session, scope = self._session, fresh_scope()
+        mine = {} if arm == "native" else {"X-Retire-Scope": scope}
+        predecessor = session.stream(old, PREDECESSOR_TOKENS, fresh_salt(), mine)
+        try:
+            wait = self._moments.wait_decoding if self._path.decoding else self._moments.wait
+            moment = wait(predecessor, step, offset_s)
+            if arm == "native":
+                predecessor.hang_up()
+            else:
+                mine |= {"X-Retire-Supersedes": "1", "X-Retire-Contract": '{"inherit": "none"}'}
+            successor = session.stream(new, ANSWER_TOKENS, fresh_salt(), mine, ALTERNATIVES)
+            reply = successor.wait()
+        finally:
+            predecessor.hang_up()
+            predecessor.wait()
+        session.check("every_answer_is_whole", len(reply.token_ids) == ANSWER_TOKENS)
+        if not moment.hit():
+            raise MomentMissed("the step was over")
+        successor_ms = (reply.first_token_at - moment.at) * 1000
+        if arm == "native":
+            boundary_s = moment.boundary_s() - self._moments.idle_s
+            return Arm(boundary_s * 1000, successor_ms, reply, step_ms=moment.step_s() * 1000)
+        stale = [frame for frame in predecessor.reply.frames if frame.text and frame.at > reply.first_token_at]
+        session.check("no_stale_token", not stale)
+        record = record_of(session.url, reply.headers["location"])
+        receipt = next((one for one in record["receipts"] if one["safe_points"]), None)
+        if receipt is None:
+            raise MomentMissed("no step held it")
+        session.check("nothing_is_inherited", record["inherited_tokens"] == 0)
+        return Arm(
+            receipt["obsolete_closed_ms"],
+            successor_ms,
+            reply,
+            longest_interval_ms=receipt["longest_interval_ms"],
+        )
+
+
+def _result(
+    found: Mapping[str, Sequence[Trial]],
+    checks: Mapping[str, bool],
+    seal: Mapping[str, str],
+    planned: Mapping[Path, int],
+) -> Result:
+    summary: dict[str, Any] = {}
+    targets = []
+    for path in PATHS:
+        trials, name = found[path.name], path.name
+        if not trials:
+            summary |= {f"{key}.{name}": None for key in _KEYS}
+            continue
+        ratio = Bootstrap(ratio_of_medians, [(one.native.closed_ms, one.retire.closed_ms) for one in trials])
+        over_interval = [one.retire.closed_ms / one.retire.longest_interval_ms for one in trials]
+        over_mean = [one.retire.longest_interval_ms * path.layers / one.native.step_ms for one in trials]
+        to_successor = [(one.native.successor_ms, one.retire.successor_ms) for one in trials]
+        summary |= {
+            f"fence_ms.{name}": statistics.median(one.retire.closed_ms for one in trials),
+            f"native_ms.{name}": statistics.median(one.native.closed_ms for one in trials),
+            **{key.replace("ratio", f"ratio.{name}"): value for key, value in figures("fence_ratio", ratio).items()},
+            f"fence_over_interval.{name}": max(over_interval),
+            f"longest_interval_over_mean.{name}": statistics.median(over_mean),
+            f"longest_interval_over_mean_max.{name}": max(over_mean),
+            f"interruption_to_successor_ratio.{name}": ratio_of_medians(to_successor),
+            f"trials.{name}": len(trials),
+        }
+        targets += [
+            Target(f"fence_ratio.{name}", f"{path.paper:g}×", f"≥ {path.aim:g}", at_least(ratio.interval(), path.aim)),
+            _reached(f"fence_over_interval.{name}", summary, OVER_INTERVAL_AIM),
+            _reached(f"longest_interval_over_mean.{name}", summary, OVER_MEAN_AIM),
+        ]
+    summary["tail_ms_by_quantum"] = {
+        str(path.quantum): {
+            "native": statistics.median(one.native.closed_ms for one in trials),
+            "retire": statistics.median(one.retire.closed_ms for one in trials),
+        }
+        for path in sorted(planned, key=lambda path: path.quantum)
+        if (path in TAILS or path is PATHS[0]) and (trials := found[path.name])
+    }
+    checks = {**checks, "every_trial_counts": all(len(found[path.name]) == due for path, due in planned.items())}
+    return Result([_cell(path, found[path.name]) for path in planned], summary, checks, targets, PATHS[0].model, seal)
+
+
+_KEYS = ("fence_ms", "native_ms", "fence_ratio", "fence_over_interval", "longest_interval_over_mean")
+
+
+def _reached(key: str, summary: Mapping[str, Any], aim: float) -> Target:
+    """A figure that is the worst of all trials: there is no interval around it."""
+    found = summary[key]
+    return Target(key, "-", f"≤ {aim:g}", at_most(Interval(found, found), aim))
+
+
+def _cell(path: Path, trials: Sequence[Trial]) -> Cell:
+    arms: dict[str, dict[str, list[float]]] = {"native": {}, "retire": {}}
+    for trial in trials:
+        for arm, metrics in trial.as_metrics().items():
+            for metric, value in metrics.items():
+                arms[arm].setdefault(metric, []).append(value)
+    about = {"bench": "retirement", "path": path.name, "tokens": path.tokens, "quantum": path.quantum}
+    return Cell(about, arms)
