@@ -11,24 +11,23 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import sys
-import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.client import TIMEOUT_S, Reply, Streaming, http
+from harness.moments import Moments
 from harness.server import Server
-from harness.workload import PATIENCE_S, prefill_s, record_of
+from harness.workload import prefill_s, record_of
 from retire import models
 
 MODEL = "smollm2"
 QUANTUM = 2048
 CONTEXT_TOKENS = 6400
 ANSWER_TOKENS = 48
-INTO_QUANTUM = 0.15  # of a quantum's time: when the plan changes
+INTERRUPTED, INTO_QUANTUM = 3, 0.15  # in which quantum the plan changes, and at what share of it
 FLAGS = (
     "--enforce-eager",
     *("--served-model-name", MODEL),
@@ -78,54 +77,27 @@ class Story:
         """Leave the blocks of these tokens in the cache of that salt."""
         prefill_s(self.url, MODEL, ids, salt)
 
-    def idle_ms(self) -> float:
-        """How long the engine takes to answer between two steps."""
-        return statistics.median(self._engine_answers_ms() for _ in range(9))
-
-    def _engine_answers_ms(self) -> float:
-        started = time.monotonic()
-        http.get(f"{self.url}/retire/status", timeout=TIMEOUT_S).raise_for_status()
-        return (time.monotonic() - started) * 1000
-
-    def wait_for_quantum(self, number: int, idle_ms: float) -> None:
-        """Until the running prefill is `INTO_QUANTUM` into its n-th quantum (from 1).
-
-        The engine answers only between steps, so every answer that keeps us waiting marks a step's end.
-        """
-        ended, waited_ms = 0, 0.0
-        deadline = time.monotonic() + PATIENCE_S
-        while ended < number - 1:
-            waited_ms = self._engine_answers_ms()
-            if waited_ms > 10 * idle_ms + 20:
-                ended += 1
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"quantum {number} was never seen: its steps are too short to tell on this machine")
-        time.sleep(waited_ms / 1000 * INTO_QUANTUM)
-
-    def boundary_ms(self, idle_ms: float) -> float:
-        """How long from now until the engine is between two steps."""
-        return self._engine_answers_ms() - idle_ms
-
 
 def play(url: str, say: Any) -> dict[str, Any]:
     """Play the story; returns the figures."""
     story = Story(url, say)
     ids = story.tokens(PLAN)
     say(f"repository context and plan: {len(ids)} tokens, prefill quantum {QUANTUM}")
-    story.prefill(ids[:QUANTUM], f"warm-{uuid.uuid4()}")
-    idle_ms = story.idle_ms()
+    moments = Moments(url)
+    moments.calibrate(Streaming(url, story.body(PLAN, cache_salt=f"warm-{uuid.uuid4()}")), INTERRUPTED)
+    offset_s = moments.offset_s(INTERRUPTED, INTO_QUANTUM)
 
     say("\nNative: the client aborts early in the third quantum; when is the engine free again?")
     native = Streaming(url, story.body(PLAN, cache_salt=f"native-{uuid.uuid4()}"))
-    story.wait_for_quantum(3, idle_ms)
+    moment = moments.wait(native, INTERRUPTED, offset_s)
     native.leave()
-    boundary_ms = story.boundary_ms(idle_ms)
+    boundary_ms = (moment.boundary_s() - moments.idle_s) * 1000
     say(f"  at the step's end, {boundary_ms:.0f} ms after the abort")
 
     say("\nRETIRE: at the same moment the user changes the plan, and the runtime supersedes")
     scope = f"plan-{uuid.uuid4().hex[:8]}"
     old = Streaming(url, story.body(PLAN), {"X-Retire-Scope": scope})
-    story.wait_for_quantum(3, idle_ms)
+    moments.wait(old, INTERRUPTED, offset_s)
     # The runtime vouches for two quanta only: without that the third, which its new plan shares too, would be finished.
     contract = json.dumps({"keep_prefix": 2 * QUANTUM})
     superseding = {"X-Retire-Scope": scope, "X-Retire-Supersedes": "1", "X-Retire-Contract": contract}

@@ -241,7 +241,7 @@ def _result(
         summary |= {
             f"fence_ms.{name}": statistics.median(one.retire.closed_ms for one in trials),
             f"native_ms.{name}": statistics.median(one.native.closed_ms for one in trials),
-            **{key.replace("ratio", f"ratio.{name}"): value for key, value in figures("fence_ratio", ratio).items()},
+            **figures(f"fence_ratio.{name}", ratio),
             f"fence_over_interval.{name}": max(over_interval),
             f"longest_interval_over_mean.{name}": statistics.median(over_mean),
             f"longest_interval_over_mean_max.{name}": max(over_mean),
