@@ -10,11 +10,14 @@ import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from harness.client import Frame, Reply, says_the_same
-from harness.composition import FULL, Arm as ComposedArm, Composition, Revision, _Grid
+from harness.composition import FULL, Composition, Revision, _Grid
+from harness.composition import Arm as ComposedArm
 from harness.correctness import ANSWER_TOKENS, Arm, Config, Correctness, Measured, Mode, Said
 from harness.faults import EXTENSION, PageFaults
 from harness.inheritance import Inheritance
-from harness.retirement import PATHS, TAILS, Arm as RetiredArm, Trial, _result as retired
+from harness.retirement import PATHS, TAILS, Trial
+from harness.retirement import Arm as RetiredArm
+from harness.retirement import _result as retired
 from harness.statistics import Verdict
 from harness.workload import diverging
 
