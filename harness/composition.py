@@ -111,7 +111,7 @@ class Arm:
         """Values of a cell."""
         found: dict[str, Any] = {"ttft_ms": self.ttft_ms, "reused_tokens": self.reply.cached_tokens}
         if self.record is not None:
-            receipt = next(iter(self.record["receipts"]), {})
+            receipt: Mapping[str, Any] = next(iter(self.record["receipts"]), {})
             found |= {"fence_ms": self.record["stages"].get("fence"), "choice": receipt.get("choice")}
         return found
 

@@ -17,11 +17,10 @@ from harness.client import TIMEOUT_S, Streaming, http
 from harness.workload import PATIENCE_S
 
 WEIGHT = 0.5  # of a step's newest length
-ARRIVAL_S = 0.004  # from a response's headers to the engine's first step
 
 
 class MomentMissed(RuntimeError):
-    """The prefill was over before the step that was waited for began."""
+    """The step that was waited for never began, or was over."""
 
 
 def engine_answers_s(url: str) -> float:
@@ -78,7 +77,7 @@ class Moments:
     def calibrate(self, prefill: Streaming, steps: int) -> None:
         """Learn from a prefill that nobody interrupts.  Raises MomentMissed when it did not show so many steps."""
         self.idle_s = self.idle_s or statistics.median(engine_answers_s(self.url) for _ in range(9))
-        watch = self._watch(prefill)
+        watch = self._watch()
         prefill.wait()
         watch.join()
         if len(watch.ended) < steps:
@@ -91,21 +90,20 @@ class Moments:
 
     def wait(self, prefill: Streaming, step: int, offset_s: float) -> Moment:
         """Until so long after the beginning of that step.  Raises MomentMissed."""
-        watch = self._watch(prefill)
-        arrived = time.monotonic() + ARRIVAL_S
-        deadline = arrived + PATIENCE_S
-        while len(watch.ended) < step - 1:
+        watch = self._watch()
+        deadline = time.monotonic() + PATIENCE_S
+        while len(watch.ended) < step - 1 or time.monotonic() - watch.asked < self._busy_s:
             if prefill.reply.done_at or prefill.reply.token_ids or time.monotonic() > deadline:
                 watch.join()
                 raise MomentMissed(f"step {step} was never seen")
             time.sleep(0.001)
-        begun = watch.ended[step - 2][1] if step > 1 else arrived
+        begun = watch.asked
         time.sleep(max(0.0, begun + offset_s - time.monotonic()))
         return Moment(watch, begun, time.monotonic(), steps_before=step - 1)
 
     def wait_decoding(self, answer: Streaming, tokens: int, offset_s: float) -> Moment:
         """Until so long after that many tokens of an answer.  Raises MomentMissed when it is over by then."""
-        watch = self._watch(answer)
+        watch = self._watch()
         answer.wait_for_tokens(tokens)
         time.sleep(offset_s)
         if answer.reply.done_at:
@@ -119,8 +117,12 @@ class Moments:
         seen_s, step = moment.step_s(), moment.steps_before
         self.lengths_s[step] += WEIGHT * (seen_s - self.lengths_s[step])
 
-    def _watch(self, prefill: Streaming) -> _StepWatch:
-        prefill.wait_for_headers()
+    @property
+    def _busy_s(self) -> float:
+        """An answer that takes longer is kept waiting by a step."""
+        return 3 * self.idle_s + 0.01
+
+    def _watch(self) -> _StepWatch:
         shortest = min(self.lengths_s, default=0.0)
         return _StepWatch(self.url, 0.3 * shortest if shortest else 10 * self.idle_s + 0.02)
 
