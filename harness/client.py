@@ -6,6 +6,7 @@ Owns: times and epochs of frames as an application sees them.  Used by demo and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import ssl
@@ -179,7 +180,8 @@ class Streaming:
         while self._socket is None and self._thread.is_alive():
             time.sleep(0.002)
         if self._socket is not None:
-            self._socket.shutdown(socket.SHUT_RDWR)  # closing the client would wait for the thread that reads
+            with contextlib.suppress(OSError):  # the reply is over, and its connection with it
+                self._socket.shutdown(socket.SHUT_RDWR)  # closing the client would wait for the thread that reads
 
 
 def probe_ms(url: str, model: str) -> float:
