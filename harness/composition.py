@@ -42,8 +42,9 @@ from typing import Any
 
 from harness.client import TIMEOUT_S, Reply, http, says_the_same
 from harness.experiment import Cell, Result, Target, figures
+from harness.faults import EXTENSION
 from harness.moments import MomentMissed, Moments
-from harness.session import Session, note, serving
+from harness.session import DEVELOPMENT, Session, note, serving
 from harness.statistics import Bootstrap, Verdict, at_least, holm, median_of_ratios
 from harness.workload import diverging, fresh_salt, fresh_scope, passage, record_of
 
@@ -51,6 +52,7 @@ ARMS = ("native_cold", "native_prefix", "invalidate", "inherit", "combined", "tr
 PAPER = {"invalidate": 0.056, "inherit": 0.103, "combined": 0.171}
 ANSWER_TOKENS, ALTERNATIVES = 4, 5
 TRIES = 4
+BLOCK, PAGES_BOUND = 128, 0.0
 TRIM_AIM, NATIVE_AIM, ALPHA = 0.60, 1.02, 0.05
 SHARES, OVERLAPS = (0.10, 0.40, 0.70, 0.95), (0.0, 0.25, 0.50, 0.75, 0.90, 1.0)
 
@@ -137,6 +139,7 @@ class Composition:
         with _serving(self.model, full) as session:
             bench = _Bench(session, full)
             wholes = [found for found in bench.trials(full, 1 if quick else self.pairs, ARMS) if found]
+            pages = bench.kept_pages(full)
             _join(checks, session.checks)
         with _serving(self.model, grid[0]) as session:
             bench = _Bench(session, grid[0])
@@ -144,10 +147,16 @@ class Composition:
             found.screen(1 if quick else self.screen)
             found.judge(0 if quick else self.judge)
             _join(checks, session.checks)
-        return self._result(session, checks, full, wholes, found)
+        return self._result(session, checks, full, wholes, found, pages)
 
     def _result(
-        self, session: Session, checks: Mapping[str, bool], full: Revision, wholes: Sequence[Trial], grid: _Grid
+        self,
+        session: Session,
+        checks: Mapping[str, bool],
+        full: Revision,
+        wholes: Sequence[Trial],
+        grid: _Grid,
+        pages: Mapping[str, Any],
     ) -> Result:
         summary: dict[str, Any] = {}
         targets = []
@@ -159,7 +168,7 @@ class Composition:
                 verdict = Verdict.NOT_REACHED if found is None else at_least(found.interval(), TRIM_AIM)
                 targets.append(Target(key, f"{PAPER['combined']} combined", f"≥ {TRIM_AIM}", verdict))
         summary["reduction_in_the_paper"] = PAPER
-        summary |= {"pairs": len(wholes)} | grid.summary()
+        summary |= {"pairs": len(wholes), "kept_pages": dict(pages)} | grid.summary()
         failing = summary["grid_cells_failing"]
         unmeasured = summary["grid_cells"] - summary["grid_cells_counted"]
         targets.append(
@@ -178,7 +187,12 @@ def _join(checks: dict[str, bool], more: Mapping[str, bool]) -> None:
 
 
 def _serving(model: str, revision: Revision) -> Any:
-    return serving(model, ("--max-num-batched-tokens", str(revision.quantum), "--kv-cache-memory-bytes", str(1 << 30)))
+    flags = (
+        *("--max-num-batched-tokens", str(revision.quantum)),
+        *("--kv-cache-memory-bytes", str(1 << 30)),
+        *("--worker-extension-cls", EXTENSION),
+    )
+    return serving(model, flags, DEVELOPMENT)
 
 
 class _Bench:
@@ -215,6 +229,28 @@ class _Bench:
         told = ", ".join(f"{arm} {found[arm].ttft_ms:.0f}" for arm in ARMS if arm in found)
         note(f"  step {revision.step} at {revision.share:.0%}, {revision.overlap:.0%} kept: {told}")
         return found if self._counts(revision, found) else None
+
+    def kept_pages(self, revision: Revision) -> dict[str, Any]:
+        """Pages that a trimmed step has written beside those of the same step that nobody interrupted."""
+        session, (old, new) = self._session, self._prompts(revision)
+        found = self._arm("trim", revision, old, new, self._moments.offset_s(revision.step, revision.share))
+        if found is None or found.record is None or not found.record["adopted_blocks"]:
+            session.check("kept_pages_are_compared", False)
+            return {}
+        whole = session.stream(old, 1000, fresh_salt())
+        whole.wait_for_tokens(1)
+        (blocks,) = session.ask_worker("requests_blocks").values()
+        adopted = found.record["adopted_blocks"][0]
+        kept = range((revision.step - 1) * revision.quantum // BLOCK, len(adopted))  # what the trimmed step wrote
+        told = session.ask_worker(
+            "compare_pages", blocks=[adopted[one] for one in kept], others=[blocks[one] for one in kept]
+        )
+        whole.hang_up()
+        whole.wait()
+        session.check("kept_pages_are_compared", len(kept) > 0)
+        session.check("kept_pages_are_within_the_bound", told["largest"] <= PAGES_BOUND)
+        choices = [receipt["choice"] for receipt in found.record["receipts"]]
+        return {**told, "bound": PAGES_BOUND, "pages": len(kept), "choices": choices}
 
     def _prompts(self, revision: Revision) -> tuple[list[int], list[int]]:
         url, model, seed = self._session.url, self._session.model, self._next_seed()

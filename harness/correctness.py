@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from harness.client import TIMEOUT_S, Reply, Streaming, http
 from harness.experiment import Cell, Result, Target
 from harness.faults import EXTENSION
-from harness.session import Session, note, serving
+from harness.session import DEVELOPMENT, Session, note, serving
 from harness.statistics import Verdict
 from harness.workload import PATIENCE_S, adopted_as_certified, diverging, fresh_salt, fresh_scope, record_of
 
@@ -53,7 +53,6 @@ FLAGS = (
     *("--kv-cache-memory-bytes", str(1 << 30)),
     *("--worker-extension-cls", EXTENSION),
 )
-DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # the route by which pages are zeroed
 
 
 class Mode(StrEnum):
@@ -322,7 +321,7 @@ class _FaultTrial:
         self._epoch += 1
         location = stream.reply.headers["location"]
         blocks = [block for group in self._certificate(location)["blocks"] for block in group if block is not None]
-        digest = self._rpc(method, blocks)
+        digest = self._session.ask_worker(method, blocks=blocks)["sha256"]
         self._session.check("fault_lies_before_adoption", self._record(location)["adopted_blocks"] is None)
         self._post(f"/scopes/{self._scope}/continue")
         stream.wait_for_tokens(ANSWER_TOKENS)
@@ -342,11 +341,6 @@ class _FaultTrial:
     def _record(self, location: str) -> dict[str, Any]:
         found: dict[str, Any] = http.get(self._session.url + location, timeout=TIMEOUT_S).raise_for_status().json()
         return found
-
-    def _rpc(self, method: str, blocks: list[int]) -> str:
-        results = self._post("/collective_rpc", {"method": method, "kwargs": {"blocks": blocks}})["results"]
-        digest: str = results[0]["sha256"]
-        return digest
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         answer = http.post(self._session.url + path, json=body, timeout=TIMEOUT_S).raise_for_status()

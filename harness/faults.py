@@ -1,4 +1,4 @@
-"""Faults that a worker can be told to have, over vLLM's own development route.
+"""Faults that a worker can be told to have, and looks at its pages, over vLLM's own development route.
 
 Owns: the bytes of KV pages in the worker's process.  Must not know: whose pages they are, or when.
 Loaded there by `--worker-extension-cls harness.faults.PageFaults`, called through `POST /collective_rpc`, which vLLM
@@ -49,6 +49,23 @@ class PageFaults:
     def requests_blocks(self) -> dict[str, list[int]]:
         """Block ids of every request that this worker knows, in the order of its tokens (first KV group)."""
         return {name: list(request.block_ids[0]) for name, request in self.model_runner.requests.items()}
+
+    def compare_pages(self, blocks: list[int], others: list[int]) -> dict[str, float]:
+        """The share of bytes in which pages differ from others in the same order, and by how much at most.
+
+        `largest` is in units of the pages' own root mean square, over every layer.
+        """
+        import torch
+
+        different = total = 0
+        largest = 0.0
+        for layer in self.model_runner.kv_caches:
+            mine, theirs = layer[blocks].contiguous(), layer[others].contiguous()
+            different += int((mine.view(torch.uint8) != theirs.view(torch.uint8)).sum())
+            total += mine.view(torch.uint8).numel()
+            scale = float(theirs.float().square().mean().sqrt())
+            largest = max(largest, float((mine.float() - theirs.float()).abs().max()) / scale if scale else 0.0)
+        return {"different_bytes": different / total, "largest": largest}
 
     def digest_pages(self, blocks: list[int]) -> dict[str, str]:
         """SHA-256 over the pages' bytes, layer by layer."""

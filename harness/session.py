@@ -19,6 +19,7 @@ from harness.workload import bearer, complete, completion
 from retire import models
 
 REST_S = 60.0
+DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 FLAGS = ("--enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", "8192")
 
 
@@ -64,6 +65,13 @@ class Session:
     def tier(self) -> dict[str, int]:
         """What host memory holds and has done."""
         found: dict[str, int] = self._status()["tier"]
+        return found
+
+    def ask_worker(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """What a method of the worker's extension gives (`harness.faults`), in a server started with `DEVELOPMENT`."""
+        body, headers = {"method": method, "kwargs": arguments}, bearer(self.key)
+        answer = http.post(f"{self.url}/collective_rpc", json=body, headers=headers, timeout=TIMEOUT_S)
+        found: dict[str, Any] = answer.raise_for_status().json()["results"][0]
         return found
 
     def pool_usage(self) -> float:

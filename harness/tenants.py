@@ -29,12 +29,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.client import TIMEOUT_S, Reply, http
+from harness.client import Reply
 from harness.experiment import Cell, Result, Target
 from harness.faults import EXTENSION
-from harness.session import Session, note, serving
+from harness.session import DEVELOPMENT, Session, note, serving
 from harness.statistics import Bootstrap, Verdict, at_most, median_of_ratios
-from harness.workload import bearer, diverging, fresh_salt, fresh_scope, passage, record_of
+from harness.workload import diverging, fresh_salt, fresh_scope, passage, record_of
 
 BLOCK, QUANTUM = 128, 256
 A_KEY, B_KEY, Z_KEY = "key-of-a", "key-of-b", "key-of-z"
@@ -79,7 +79,7 @@ class Tenants:
         with tempfile.TemporaryDirectory(prefix="retire-tenants-") as folder:
             file = Path(folder) / "tenants.toml"
             file.write_text(FILE, encoding="utf-8")
-            env = {"RETIRE_TENANTS": str(file), "VLLM_SERVER_DEV_MODE": "1"}
+            env = {"RETIRE_TENANTS": str(file), **DEVELOPMENT}
             with serving(self.model, flags, env, B_KEY) as session:
                 bench = _Bench(session)
                 bench.pair(0, ARMS)  # warm-up
@@ -206,12 +206,12 @@ class _Bench:
         a_prompts = self._a_prompts(seed)
         b = self._b.stream(prompt, 600, fresh_salt())
         b.wait_for_tokens(4)
-        ((name, before),) = self._rpc("requests_blocks").items()
+        ((name, before),) = self._b.ask_worker("requests_blocks").items()
         full = before[:B_PAGES]
-        digest = self._rpc("digest_pages", blocks=full)
+        digest = self._b.ask_worker("digest_pages", blocks=full)
         self._interrupt("supersede", a_prompts, lambda: b.wait_for_tokens(8))
-        after = self._rpc("requests_blocks").get(name, [])
-        unchanged = self._rpc("digest_pages", blocks=full) == digest
+        after = self._b.ask_worker("requests_blocks").get(name, [])
+        unchanged = self._b.ask_worker("digest_pages", blocks=full) == digest
         b.hang_up()
         b.wait()
         return after[: len(before)] == before, unchanged
@@ -228,14 +228,6 @@ class _Bench:
         clean = self._z.stream(new_ids, 16, fresh_salt()).wait()
         cold = (record["outcome"], record["refusal"], record["inherited_tokens"]) == ("cold", "quota", 0)
         return cold and new.cached_tokens == 0 and new.token_ids == clean.token_ids
-
-    def _rpc(self, method: str, **arguments: Any) -> dict[str, Any]:
-        body = {"method": method, "kwargs": arguments}
-        answer = http.post(
-            f"{self._b.url}/collective_rpc", json=body, headers=bearer(B_KEY), timeout=TIMEOUT_S
-        ).raise_for_status()
-        found: dict[str, Any] = answer.json()["results"][0]
-        return found
 
 
 def _by_kept(timed: Sequence[dict[str, dict[str, float]]]) -> dict[str, float]:

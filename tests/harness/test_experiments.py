@@ -205,10 +205,13 @@ def test_reductions_are_medians_of_paired_changes():
     arms = ("native_prefix", "invalidate", "inherit", "combined", "trim")
     trials = [composed(native_cold=100.0, **dict.fromkeys(arms, ms)) for ms in (30.0, 40.0, 35.0)]
     session = SimpleNamespace(seal={})
-    found = Composition()._result(session, {"equal": True}, FULL, trials, grid({}))
+    found = Composition()._result(session, {"equal": True}, FULL, trials, grid({}), {})
     assert found.summary["reduction_vs_native_cold.trim"] == 0.65
     assert [target.verdict for target in found.targets] == [Verdict.REACHED, Verdict.REACHED]
-    assert Composition()._result(session, {"equal": True}, FULL, [], grid({})).targets[0].verdict is Verdict.NOT_REACHED
+    assert (
+        Composition()._result(session, {"equal": True}, FULL, [], grid({}), {}).targets[0].verdict
+        is Verdict.NOT_REACHED
+    )
 
 
 def test_a_fence_is_judged_by_its_worst_trial_and_every_planned_trial_must_count():
