@@ -36,6 +36,30 @@ def test_1_a_request_behind_an_abandoned_scoped_prefill_waits_for_a_safe_point_n
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("share", [0.15, 0.4], ids=["several versions a step", "one or two steps a version"])
+def test_2_a_deadline_shorter_than_the_prefill_is_no_livelock(server, scope, share):
+    """The runtime supersedes every `d` seconds with the same context; nothing that was certified is ever lost."""
+    ids = text_ids(server.url, 8000, seed=2)
+    body = completion([*ids, 1], cache_salt=fresh_salt())
+    deadline_s = share * min(prefill_s(server.url, ids) for _ in range(2))
+    versions = []
+    for epoch in range(40):
+        headers = {"X-Retire-Scope": scope} | ({"X-Retire-Supersedes": str(epoch)} if epoch else {})
+        versions.append(Streaming(server.url, body, headers))
+        time.sleep(deadline_s)
+        if versions[-1].reply.text:
+            break
+    newest = versions[-1].wait()
+    assert len(versions) > 2, "the deadline was not shorter than the prefill"
+    assert newest.text
+    assert newest.text == clean_run(server.url, body["prompt"], 0)
+    records = [record_of(server.url, version.wait().headers["location"]) for version in versions[1:]]
+    inherited = [record["inherited_tokens"] for record in records if record["inherited_tokens"]]
+    assert inherited == sorted(inherited)
+    assert inherited[-1] > inherited[0]
+
+
+@pytest.mark.engine
 def test_3_fence_latency_of_an_early_supersede_is_recorded_and_bounded_by_one_armed_interval(server, scope):
     ids = text_ids(server.url, 8000, seed=3)
     for attempt in range(12):
