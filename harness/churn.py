@@ -37,7 +37,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.client import TIMEOUT_S, Reply, Streaming, http
+from harness.client import TIMEOUT_S, Streaming, http
 from harness.experiment import Cell, Result, Target, figures
 from harness.server import Server, start_side_by_side
 from harness.session import FLAGS, Session, note
@@ -152,7 +152,7 @@ class _Arm:
         """The predecessor's version is over."""
 
     def successor(self, point: _Point) -> Callable[[], float]:
-        """The point's successor is the next predecessor; what this gives sends it, and tells when its first token came."""
+        """What sends the point's successor, the next one's predecessor, and tells when its first token came."""
         self._prompt = self._next_prompt(point.seed)
 
         def run() -> float:
