@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from harness.server import Server
 
-TURN_S = 0.05
+TURN_S = 0.03
 
 
 class Turns:
