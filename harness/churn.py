@@ -3,19 +3,19 @@
 Stands beside Figure 5 and Table 12: an 8192-token predecessor, 7168 tokens in common with its successor, other work of
 0.5 to 1.1 times the pool's capacity between the version switch and the successor.
 
-Three servers, one at work at a time, each with a chain of versions: every successor is itself an 8192-token request
-that shares its first 7168 tokens with the next one, so it is the next point's predecessor.
+Four servers, each with a chain of versions: every successor is itself an 8192-token request that shares its first 7168
+tokens with the next one, so it is the next point's predecessor.
 
 - `native_prefix`: vLLM without patches.  The predecessor is over; what its prefix cache still holds is luck.
 - `hbm`: SUPERSEDE, guaranteed pins; the successor comes later and adopts.
 - `dram`: SUPERSEDE with `tier: dram`; the device's blocks go back to the allocator, the successor restores.
-- `hbm_limit`, `dram_limit`: on that server right after its successor, another one whose prefix was never under
-  pressure.
+- `limit`: SUPERSEDE, and the successor at once: its prefix was never under pressure.
 
-A point: on each server the switch, then unique prompts of `CHURN_TOKENS` tokens, two at a time, the same on every
-server; when all pools are turned over, the successors one right after the other, so that the machine is the same for
-all.  Recovery is a successor's TTFT; the full interval is its server's time from the switch through the other work,
-plus that.  A successor in an empty cache is measured once a round.
+A point: on each server but the last the switch, then unique prompts of `CHURN_TOKENS` tokens, two at a time, the same
+on every server; then the same successor on all four, which take turns (`harness.turns`), so that a machine that gets
+slower gets slower for all.  Recovery is a successor's TTFT in turns of its own server; the full interval is that
+server's time from the switch through the other work, plus that.  A successor in an empty cache is measured once a
+round.
 
 What could be unfair, and which way:
 
@@ -31,17 +31,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.client import TIMEOUT_S, Reply, Streaming, http
+from harness.client import TIMEOUT_S, Streaming, http
 from harness.experiment import Cell, Result, Target, figures
 from harness.server import Server, start_side_by_side
 from harness.session import FLAGS, Session, note
 from harness.statistics import Bootstrap, Interval, Verdict, at_least, at_most, holm, median_of_ratios
+from harness.turns import Turns
 from harness.workload import complete, completion, fresh_salt, fresh_scope, passage, record_of
 from retire import models
 
@@ -52,6 +53,7 @@ CHURN_TOKENS, AT_ONCE = 1024, 2
 RETAIN_S = 300
 POINTS = (0.5, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1)
 QUICK_POINTS = (0.5, 1.0)
+ARMS = ("native_prefix", "hbm", "dram", "limit")
 HBM_AIM, DRAM_AIM, NATIVE_AIM = 0.95, 0.90, 1.02
 PAPER = {  # H100 PCIe, Table 12: recovery speed-up over native prefix caching, HBM and DRAM
     0.5: (0.998, 0.798),
@@ -81,27 +83,29 @@ class Churn:
         found: dict[float, list[dict[str, dict[str, float]]]] = {point: [] for point in points}
         cold_ms: list[float] = []
         with ExitStack() as stack:
-            arms = _start(stack, self.model)
-            for arm in arms:
+            arms, turns = _start(stack, self.model)
+            for arm in arms.values():
                 arm.begin()
             for number in range(rounds):
-                cold_ms.append(arms[0].cold_ms(seed=90_000 + number))
+                cold_ms.append(arms["native_prefix"].cold_ms(seed=90_000 + number))
                 for index, point in enumerate(points):
-                    turn = (number + index) % len(arms)
                     step = _Point(point, seed=1 + number * len(points) + index)
-                    measured: dict[str, dict[str, float]] = {}
-                    for arm in arms[turn:] + arms[:turn]:
+                    order = list(arms.values())
+                    turn = (number + index) % len(order)
+                    for arm in order[turn:] + order[:turn]:
                         arm.churn(step)
-                    for arm in arms[turn:] + arms[:turn]:
-                        measured |= arm.recover(step)
+                    for arm in order:
+                        arm.wake()
+                    worked_s = turns.measure({name: arm.successor(step) for name, arm in arms.items()})
+                    measured = {name: arm.recovered(step, worked_s[name] * 1000) for name, arm in arms.items()}
                     note(f"  {point:g}: " + ", ".join(f"{a} {m['recovery_ms']:.0f}" for a, m in measured.items()))
                     if step.counts:
                         found[point].append(measured)
             checks: dict[str, bool] = {}
-            for arm in arms:
+            for arm in arms.values():
                 for name, holds in arm.end().items():
                     checks[name] = checks.get(name, True) and holds
-            seal = next(arm.seal for arm in arms if arm.seal)
+            seal = arms["hbm"].seal
         return _result(self, found, checks, seal, points, cold_ms)
 
 
@@ -125,6 +129,7 @@ class _Arm:
         self.checks: dict[str, bool] = {}
         self._headers: dict[str, str] = {}
         self._churned_ms = 0.0
+        self._stream: Streaming | None = None
         self._shared = passage(url, model, SHARED, seed=0)
         self._prompt = self._next_prompt(0)
 
@@ -146,9 +151,31 @@ class _Arm:
     def _switch(self) -> None:
         """The predecessor's version is over."""
 
-    def recover(self, point: _Point) -> dict[str, dict[str, float]]:
-        """The successor: per arm, what was measured (ms; tokens)."""
-        raise NotImplementedError
+    def successor(self, point: _Point) -> Callable[[], float]:
+        """What sends the point's successor, the next one's predecessor, and tells when its first token came."""
+        self._prompt = self._next_prompt(point.seed)
+
+        def run() -> float:
+            self._stream = self._send(self._prompt)
+            self._stream.wait_for_tokens(1)
+            return self._stream.reply.first_token_at
+
+        return run
+
+    def recovered(self, point: _Point, recovery_ms: float) -> dict[str, float]:
+        """What was measured (ms; tokens), when the successor is done."""
+        assert self._stream is not None
+        reply = self._stream.wait()
+        said = reply.token_ids
+        self._check(point, "every_answer_is_whole", len(said) == ANSWER_TOKENS)
+        if point.said is None:
+            point.said = said
+        self._check(point, "all_arms_say_the_same", said == point.said)
+        return {
+            "recovery_ms": recovery_ms,
+            "full_interval_ms": self._churned_ms + recovery_ms,
+            "reused_tokens": float(reply.cached_tokens or 0),
+        }
 
     def cold_ms(self, seed: int) -> float:
         """TTFT of a successor in an empty cache."""
@@ -173,23 +200,10 @@ class _Arm:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(one, range(count)))
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """A server that has idled while others worked is slow at first; that is nobody's merit or fault."""
         ids = passage(self._url, self._model, 64, seed=0)
         complete(self._url, completion(self._model, ids, 1, cache_salt=fresh_salt()))
-
-    def _answered(self, point: _Point, reply: Reply, started: float) -> dict[str, float]:
-        said = reply.token_ids
-        self._check(point, "every_answer_is_whole", len(said) == ANSWER_TOKENS)
-        if point.said is None:
-            point.said = said
-        self._check(point, "all_arms_say_the_same", said == point.said)
-        recovery_ms = (reply.first_token_at - started) * 1000
-        return {
-            "recovery_ms": recovery_ms,
-            "full_interval_ms": self._churned_ms + recovery_ms,
-            "reused_tokens": float(reply.cached_tokens or 0),
-        }
 
     def _check(self, point: _Point, name: str, holds: bool) -> None:
         self.checks[name] = self.checks.get(name, True) and holds
@@ -204,12 +218,6 @@ class _Native(_Arm):
     def churn(self, point: _Point) -> None:
         self._send(self._prompt).wait()  # the predecessor is the youngest again
         super().churn(point)
-
-    def recover(self, point: _Point) -> dict[str, dict[str, float]]:
-        self._prompt = self._next_prompt(point.seed)
-        self._wake()
-        started = time.monotonic()
-        return {"native_prefix": self._answered(point, self._send(self._prompt).wait(), started)}
 
 
 class _Retained(_Arm):
@@ -230,17 +238,15 @@ class _Retained(_Arm):
 
     def _switch(self) -> None:
         self._moved = self._session.tier()
-        self._location = self._supersede(self._tier)
+        self._location = self._supersede()
 
-    def recover(self, point: _Point) -> dict[str, dict[str, float]]:
-        new = self._next_prompt(point.seed)
-        self._wake()
-        started = time.monotonic()
-        found = self._answered(point, self._send(new).wait(), started)
-        before = self._blocks
-        record = self._inherited(point, self._location)
-        after = self._session.tier()
+    def recovered(self, point: _Point, recovery_ms: float) -> dict[str, float]:
+        found = super().recovered(point, recovery_ms)
+        record, before = record_of(self._url, self._location), self._blocks
+        self._blocks = (record["adopted_blocks"] or [[]])[0]  # what the next successor may adopt
+        self._check(point, "certified_tokens_are_constant", record["inherited_tokens"] == SHARED)
         if self._tier == "dram":
+            after = self._session.tier()
             moved_elsewhere = sum(a != b for a, b in zip(self._blocks, before, strict=False))
             found |= {
                 "blocks_returned": float(after["offloaded_pages"] - self._moved["offloaded_pages"]),
@@ -248,42 +254,30 @@ class _Retained(_Arm):
                 "slots_remapped": float(moved_elsewhere),
             }
             self._check(point, "the_devices_blocks_were_given_back", "offloaded" in record["stages"])
-        return {self._tier: found, f"{self._tier}_limit": self._unpressured(point)}
+        return found
 
     def end(self) -> dict[str, bool]:
         http.delete(f"{self._url}/scopes/{self._scope}", timeout=TIMEOUT_S).raise_for_status()
         self._session.check_rest(self._usage)
         return {**self.checks, **self._session.checks}
 
-    def _supersede(self, tier: str) -> str:
-        contract = {"keep_prefix": SHARED, "retain": {"tier": tier, "ttl_s": RETAIN_S}}
+    def _supersede(self) -> str:
+        contract = {"keep_prefix": SHARED, "retain": {"tier": self._tier, "ttl_s": RETAIN_S}}
         body = {"scope": self._scope, "expected_epoch": self._epoch, "contract": contract}
         answer = http.post(f"{self._url}/supersede", json=body, timeout=TIMEOUT_S).raise_for_status()
         self._epoch += 1
         return str(answer.headers["location"])
 
-    def _unpressured(self, point: _Point) -> dict[str, float]:
-        """Another successor at once: the limit of what inheritance can be."""
-        new = self._next_prompt(50_000 + point.seed)
-        location = self._supersede("hbm")
-        started = time.monotonic()
-        reply = self._send(new).wait()
-        self._inherited(point, location)
-        return {
-            "recovery_ms": (reply.first_token_at - started) * 1000,
-            "reused_tokens": float(reply.cached_tokens or 0),
-        }
 
-    def _inherited(self, point: _Point, location: str) -> dict[str, Any]:
-        """The transition's record; its successor's blocks are what the next one may adopt."""
-        record = record_of(self._url, location)
-        self._blocks = (record["adopted_blocks"] or [[]])[0]
-        self._check(point, "certified_tokens_are_constant", record["inherited_tokens"] == SHARED)
-        return record
+class _Limit(_Retained):
+    """The limit of what inheritance can be: nothing comes between."""
+
+    def _other_work(self, point: _Point) -> None:
+        pass
 
 
-def _start(stack: ExitStack, model: str) -> list[_Arm]:
-    """The three servers, started side by side."""
+def _start(stack: ExitStack, model: str) -> tuple[dict[str, _Arm], Turns]:
+    """The four servers, started side by side."""
     flags = (
         *FLAGS,
         *("--served-model-name", model),
@@ -292,13 +286,19 @@ def _start(stack: ExitStack, model: str) -> list[_Arm]:
         *("--kv-cache-memory-bytes", str(1 << 30)),  # less than what the override below takes would stop start-up
         *("--num-gpu-blocks-override", str(POOL_BLOCKS + 1)),  # one is the null block
     )
-    servers = [Server(models.resolve(model), flags, patched=patched) for patched in (False, True, True)]
-    for server in servers:
+    servers = {arm: Server(models.resolve(model), flags, patched=arm != "native_prefix") for arm in ARMS}
+    for server in servers.values():
         stack.callback(server.close)
-    note(f"starting three servers with {model} ...")
-    start_side_by_side(servers)
-    native, hbm, dram = (server.url for server in servers)
-    return [_Native(native, model), _Retained(hbm, model, "hbm"), _Retained(dram, model, "dram")]
+    note(f"starting four servers with {model} ...")
+    start_side_by_side(list(servers.values()))
+    native, hbm, dram, limit = (servers[arm].url for arm in ARMS)
+    arms = (
+        _Native(native, model),
+        _Retained(hbm, model, "hbm"),
+        _Retained(dram, model, "dram"),
+        _Limit(limit, model, "hbm"),
+    )
+    return dict(zip(ARMS, arms, strict=True)), Turns(servers)
 
 
 Measured = Mapping[float, Sequence[Mapping[str, Mapping[str, float]]]]
@@ -322,7 +322,7 @@ def _result(
     summary["cold_ms"] = statistics.median(cold_ms)
     targets: list[Target] = []
     for tier, aim in (("hbm", HBM_AIM), ("dram", DRAM_AIM)):
-        efficiency = {p: _pairs(runs, f"{tier}_limit", tier, "recovery_ms") for p, runs in measured.items()}
+        efficiency = {p: _pairs(runs, "limit", tier, "recovery_ms") for p, runs in measured.items()}
         against = {p: _pairs(runs, tier, "native_prefix", "recovery_ms") for p, runs in measured.items()}
         speedup = {p: _pairs(runs, "native_prefix", tier, "recovery_ms") for p, runs in measured.items()}
         interval = {p: _pairs(runs, "native_prefix", tier, "full_interval_ms") for p, runs in measured.items()}

@@ -1,0 +1,61 @@
+"""Servers that take turns, with plain processes in their places."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from harness.turns import Turns, _worked_s
+
+COUNT = "for n in range(10**9):\n    if n % 10_000 == 0: print('x' * 200, flush=True)"
+
+
+class Process:
+    """As much of a server as takes turns."""
+
+    def __init__(self):
+        self.popen = subprocess.Popen([sys.executable, "-c", COUNT], stdout=subprocess.PIPE, text=True)
+        self.popen.stdout.readline()
+        self.pid = self.popen.pid
+
+    def children(self):
+        return []
+
+    def lines(self, count):
+        for _ in range(count):
+            self.popen.stdout.readline()
+        return time.monotonic()
+
+
+@pytest.fixture
+def two():
+    found = {"a": Process(), "b": Process()}
+    yield found
+    for process in found.values():
+        process.popen.kill()
+        process.popen.wait()
+
+
+def test_only_one_is_at_work_at_a_time_and_the_one_with_more_to_do_takes_longer(two):
+    began = time.monotonic()
+    worked = Turns(two, turn_s=0.01).measure({"a": lambda: two["a"].lines(1000), "b": lambda: two["b"].lines(3000)})
+    assert sum(worked.values()) <= time.monotonic() - began
+    assert worked["b"] > worked["a"] > 0
+
+
+def test_everybody_goes_on_afterwards_also_when_the_work_fails(two):
+    def fails():
+        raise RuntimeError("no answer")
+
+    with pytest.raises(RuntimeError, match="no answer"):
+        Turns(two).measure({"a": fails, "b": lambda: two["b"].lines(10)})
+    assert all(process.lines(400) for process in two.values())  # more than a pipe holds
+
+
+def test_what_a_server_did_after_its_work_was_done_does_not_count():
+    turns = [(0.0, 1.0), (5.0, 6.0), (9.0, 10.0)]
+    assert _worked_s(turns, 5.5) == 1.5
+    assert _worked_s(turns, 7.0) == 2.0
