@@ -96,8 +96,11 @@ class Churn:
                         arm.churn(step)
                     for arm in order:
                         arm.wake()
-                    worked_s = turns.measure({name: arm.successor(step) for name, arm in arms.items()})
-                    measured = {name: arm.recovered(step, worked_s[name] * 1000) for name, arm in arms.items()}
+                    first_at = turns.run({name: arm.successor(step) for name, arm in arms.items()})
+                    measured = {
+                        name: arm.recovered(step, turns.worked_s(name, first_at[name]) * 1000)
+                        for name, arm in arms.items()
+                    }
                     note(f"  {point:g}: " + ", ".join(f"{a} {m['recovery_ms']:.0f}" for a, m in measured.items()))
                     if step.counts:
                         found[point].append(measured)

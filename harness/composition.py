@@ -19,11 +19,12 @@ is whether there is a revision for which an ordinary prefix cache is the better 
 
 What could be unfair, and which way:
 
-- The moment is an offset from the step's begin, the same for all arms of a pair; arms whose moment fell outside its
-  step are measured again.
+- The arms of a trial run on servers of their own, which take turns (`harness.turns`), and change servers every time.
+  With six arms three come first and three after; only arms that came together are judged against each other.
+- The moment is an offset from the step's begin; trials in which it fell outside the step are measured again.
 - Native arms do not wait until the server has noticed the hang-up, and carry no gate, ticket or usage.  For native.
 - An abandoned native stream ends by the client's own doing; no stale frame is waited for.  For native.
-- Every arm asks for the same tokens and log-probabilities, in caches of its own; the order rotates.
+- Every arm asks for the same tokens and log-probabilities, in caches of its own.
 - In the grid `native_cold` is measured in every pair where at most a quarter is shared, once elsewhere: it computes all
   that `native_prefix` computes and more.
 - All cells of the grid are measured a few times; where the median is not below 1, again, and only these fresh pairs are
@@ -35,23 +36,26 @@ What could be unfair, and which way:
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from harness.client import TIMEOUT_S, Reply, http, says_the_same
+from harness.client import TIMEOUT_S, Reply, Streaming, http, says_the_same
 from harness.experiment import Cell, Result, Target, figures
 from harness.faults import EXTENSION
-from harness.moments import MomentMissed, Moments
-from harness.session import DEVELOPMENT, Session, note, serving
+from harness.moments import Clock, Moment, MomentMissed, Moments
+from harness.server import Server
+from harness.session import DEVELOPMENT, Session, note, serving_alike
 from harness.statistics import Bootstrap, Verdict, at_least, holm, median_of_ratios
+from harness.turns import Turns
 from harness.workload import diverging, fresh_salt, fresh_scope, passage, record_of
 
-ARMS = ("native_cold", "native_prefix", "invalidate", "inherit", "combined", "trim")
+ARMS = ("native_cold", "native_prefix", "trim", "invalidate", "inherit", "combined")
 PAPER = {"invalidate": 0.056, "inherit": 0.103, "combined": 0.171}
-ANSWER_TOKENS, ALTERNATIVES = 4, 5
-TRIES = 4
+ANSWER_TOKENS, PREDECESSOR_TOKENS, ALTERNATIVES = 4, 256, 5
+SERVERS, TRIES = 3, 4
 BLOCK, PAGES_BOUND = 128, 0.0
 TRIM_AIM, NATIVE_AIM, ALPHA = 0.60, 1.02, 0.05
 SHARES, OVERLAPS = (0.10, 0.40, 0.70, 0.95), (0.0, 0.25, 0.50, 0.75, 0.90, 1.0)
@@ -114,7 +118,7 @@ class Arm:
         found: dict[str, Any] = {"ttft_ms": self.ttft_ms, "reused_tokens": self.reply.cached_tokens}
         if self.record is not None:
             receipt: Mapping[str, Any] = next(iter(self.record["receipts"]), {})
-            found |= {"fence_ms": self.record["stages"].get("fence"), "choice": receipt.get("choice")}
+            found |= {"choice": receipt.get("choice"), "layer": receipt.get("layer")}
         return found
 
 
@@ -136,18 +140,18 @@ class Composition:
         """See the module."""
         full, grid = (QUICK_FULL, QUICK_GRID) if quick else (FULL, GRID)
         checks: dict[str, bool] = {}
-        with _serving(self.model, full) as session:
-            bench = _Bench(session, full)
+        with _serving(self.model, full) as served:
+            bench = _Bench(served, full)
             wholes = [found for found in bench.trials(full, 1 if quick else self.pairs, ARMS) if found]
             pages = bench.kept_pages(full)
-            _join(checks, session.checks)
-        with _serving(self.model, grid[0]) as session:
-            bench = _Bench(session, grid[0])
+        _join(checks, served)
+        with _serving(self.model, grid[0]) as served:
+            bench = _Bench(served, grid[0])
             found = _Grid(bench, grid)
             found.screen(1 if quick else self.screen)
             found.judge(0 if quick else self.judge)
-            _join(checks, session.checks)
-        return self._result(session, checks, full, wholes, found, pages)
+        _join(checks, served)
+        return self._result(served[0][1], checks, full, wholes, found, pages)
 
     def _result(
         self,
@@ -181,146 +185,175 @@ class Composition:
         )
 
 
-def _join(checks: dict[str, bool], more: Mapping[str, bool]) -> None:
-    for name, holds in more.items():
-        checks[name] = checks.get(name, True) and holds
+def _join(checks: dict[str, bool], served: Sequence[tuple[Server, Session]]) -> None:
+    for _, session in served:
+        for name, holds in session.checks.items():
+            checks[name] = checks.get(name, True) and holds
 
 
-def _serving(model: str, revision: Revision) -> Any:
+def _serving(model: str, revision: Revision) -> AbstractContextManager[list[tuple[Server, Session]]]:
     flags = (
         *("--max-num-batched-tokens", str(revision.quantum)),
         *("--kv-cache-memory-bytes", str(1 << 30)),
         *("--worker-extension-cls", EXTENSION),
     )
-    return serving(model, flags, DEVELOPMENT)
+    return serving_alike(model, flags, DEVELOPMENT, count=SERVERS)
 
 
-class _Bench:
-    """Trials on one server, whose prefills all have the same steps."""
+class _Side:
+    """One of the servers that take turns."""
 
-    def __init__(self, session: Session, revision: Revision) -> None:
-        self._session = session
-        self._moments = Moments(session.url)
-        self._seed = 0
-        for _ in range(2):  # the first one warms up
-            ids = passage(session.url, session.model, revision.tokens, self._next_seed())
-            self._moments.calibrate(session.stream(ids, 1, fresh_salt()), revision.steps)
+    def __init__(self, session: Session, clock: Clock) -> None:
+        self.session = session
+        self.moments = Moments(session.url, clock)
 
-    def _next_seed(self) -> int:
-        self._seed += 1
-        return self._seed
+    def calibrate(self, ids: list[int], steps: int) -> None:
+        """Learn how long the steps of such a prefill take."""
+        self.moments.calibrate(lambda: self.session.stream(ids, 1, fresh_salt()), steps)
 
-    def trials(self, revision: Revision, count: int, arms: Sequence[str]) -> Iterator[Trial | None]:
-        """So many trials; None for one that does not count."""
-        for number in range(count):
-            turn = number % len(arms)
-            yield self.trial(revision, (*arms[turn:], *arms[:turn]))
-
-    def trial(self, revision: Revision, order: Sequence[str]) -> Trial | None:
-        """The arms on one text, in that order; None when something was wrong with it."""
-        old, new = self._prompts(revision)
-        offset_s = self._moments.offset_s(revision.step, revision.share)
-        found = {}
-        for arm in order:
-            measured = self._arm(arm, revision, old, new, offset_s)
-            if measured is None:
-                return None
-            found[arm] = measured
-        told = ", ".join(f"{arm} {found[arm].ttft_ms:.0f}" for arm in ARMS if arm in found)
-        note(f"  step {revision.step} at {revision.share:.0%}, {revision.overlap:.0%} kept: {told}")
-        return found if self._counts(revision, found) else None
-
-    def kept_pages(self, revision: Revision) -> dict[str, Any]:
-        """Pages that a trimmed step has written beside those of the same step that nobody interrupted."""
-        session, (old, new) = self._session, self._prompts(revision)
-        found = self._arm("trim", revision, old, new, self._moments.offset_s(revision.step, revision.share))
-        if found is None or found.record is None or not found.record["adopted_blocks"]:
-            session.check("kept_pages_are_compared", False)
-            return {}
-        whole = session.stream(old, 1000, fresh_salt())
-        whole.wait_for_tokens(1)
-        (blocks,) = session.ask_worker("requests_blocks").values()
-        adopted = found.record["adopted_blocks"][0]
-        kept = range((revision.step - 1) * revision.quantum // BLOCK, len(adopted))  # what the trimmed step wrote
-        told = session.ask_worker(
-            "compare_pages", blocks=[adopted[one] for one in kept], others=[blocks[one] for one in kept]
-        )
-        whole.hang_up()
-        whole.wait()
-        session.check("kept_pages_are_compared", len(kept) > 0)
-        session.check("kept_pages_are_within_the_bound", told["largest"] <= PAGES_BOUND)
-        choices = [receipt["choice"] for receipt in found.record["receipts"]]
-        return {**told, "bound": PAGES_BOUND, "pages": len(kept), "choices": choices}
-
-    def _prompts(self, revision: Revision) -> tuple[list[int], list[int]]:
-        url, model, seed = self._session.url, self._session.model, self._next_seed()
-        if revision.shared_tokens == revision.tokens:
-            return (whole := passage(url, model, revision.tokens, seed)), whole
-        return diverging(url, model, revision.shared_tokens, revision.tokens - revision.shared_tokens, seed)
-
-    def _arm(self, arm: str, revision: Revision, old: list[int], new: list[int], offset_s: float) -> Arm | None:
-        for _ in range(TRIES):
-            try:
-                found = self._try(arm, revision, old, new, offset_s)
-            except MomentMissed:
-                continue
-            if found is not None:
-                return found
-        self._session.check("moments_are_hit", False)
-        return None
-
-    def _try(self, arm: str, revision: Revision, old: list[int], new: list[int], offset_s: float) -> Arm | None:
-        session, salt, scope = self._session, fresh_salt(), fresh_scope()
+    def interrupt(self, arm: str, revision: Revision, old: list[int], new: list[int]) -> _Interrupted | None:
+        """Until the successor's first token has come; None when the moment was missed."""
+        session, salt, scope = self.session, fresh_salt(), fresh_scope()
         native = arm.startswith("native")
         mine = {} if native else {"X-Retire-Scope": scope}
-        predecessor = session.stream(old, 256, salt, mine)
-        moment = None
+        predecessor = session.stream(old, PREDECESSOR_TOKENS, salt, mine)
         try:
-            moment = self._moments.wait(predecessor, revision.step, offset_s)
-            decided = time.monotonic()
-            if native:
-                predecessor.hang_up()
-            elif arm == "combined":
-                body = {"scope": scope, "expected_epoch": 1}
-                http.post(f"{session.url}/supersede", json=body, timeout=TIMEOUT_S).raise_for_status()
-            else:
-                mine = mine | {"X-Retire-Supersedes": "1", **_contract(arm, revision)}
-            successor = session.stream(
-                new, ANSWER_TOKENS, fresh_salt() if arm == "native_cold" else salt, mine, ALTERNATIVES
-            )
-            reply = successor.wait()
-        finally:
+            offset_s = self.moments.offset_s(revision.step, revision.share)
+            moment = self.moments.wait(predecessor, revision.step, offset_s)
+        except MomentMissed:
             predecessor.hang_up()
-            predecessor.wait()
-            hit = moment is not None and moment.hit()
-        if native and hit and moment is not None:
-            self._moments.learn(moment)
-        record = None
-        if not native:
-            record = record_of(session.url, self._location(scope, reply))
-        if not hit or reply.status != 200:
-            session.check("successors_are_answered", reply.status == 200)
             return None
-        return Arm((reply.first_token_at - decided) * 1000, reply, record)
+        if native:
+            predecessor.hang_up()
+        elif arm == "combined":
+            body = {"scope": scope, "expected_epoch": 1}
+            http.post(f"{session.url}/supersede", json=body, timeout=TIMEOUT_S).raise_for_status()
+        else:
+            mine |= {"X-Retire-Supersedes": "1", **_contract(arm, revision)}
+        new_salt = fresh_salt() if arm == "native_cold" else salt
+        successor = session.stream(new, ANSWER_TOKENS, new_salt, mine, ALTERNATIVES)
+        successor.wait_for_tokens(1)
+        return _Interrupted(arm, scope, moment, predecessor, successor)
+
+    def finish(self, one: _Interrupted, first_token_s: float) -> Arm | None:
+        """What the arm gave, when all servers go on; None when its moment lay outside the step."""
+        one.predecessor.hang_up()
+        one.predecessor.wait()
+        reply, hit = one.successor.wait(), one.moment.hit()
+        record = None
+        if not one.arm.startswith("native"):
+            record = record_of(self.session.url, self._location(one.scope, reply))
+        elif hit:
+            self.moments.learn(one.moment)
+        self.session.check("successors_are_answered", reply.status == 200)
+        return Arm((first_token_s - one.moment.at) * 1000, reply, record) if hit else None
 
     def _location(self, scope: str, reply: Reply) -> str:
         if "location" in reply.headers:
             return reply.headers["location"]
-        found = http.get(f"{self._session.url}/scopes/{scope}", timeout=TIMEOUT_S).raise_for_status().json()
+        found = http.get(f"{self.session.url}/scopes/{scope}", timeout=TIMEOUT_S).raise_for_status().json()
         return f"/transitions/{found['transition']}"
 
+
+@dataclass(frozen=True)
+class _Interrupted:
+    """An arm whose successor has begun to answer."""
+
+    arm: str
+    scope: str
+    moment: Moment
+    predecessor: Streaming
+    successor: Streaming
+
+
+class _Bench:
+    """Trials on servers whose prefills all have the same steps."""
+
+    def __init__(self, served: Sequence[tuple[Server, Session]], revision: Revision) -> None:
+        names = [f"server {number}" for number in range(len(served))]
+        self._turns = Turns(dict(zip(names, (server for server, _ in served), strict=True)))
+        self._sides = {
+            name: _Side(session, self._turns.clock(name)) for name, (_, session) in zip(names, served, strict=True)
+        }
+        self._session = served[0][1]
+        self._trial = 0
+        for seed in (1, 2):  # the first one warms up
+            ids = passage(self._session.url, self._session.model, revision.tokens, seed)
+            self._turns.run({name: partial(side.calibrate, ids, revision.steps) for name, side in self._sides.items()})
+
+    def trials(self, revision: Revision, count: int, arms: Sequence[str]) -> Iterator[Trial | None]:
+        """So many trials; None for one that does not count."""
+        for _ in range(count):
+            yield self.trial(revision, arms)
+
+    def trial(self, revision: Revision, arms: Sequence[str]) -> Trial | None:
+        """The arms on one text, as many at a time as there are servers; None when something was wrong with it."""
+        self._trial += 1
+        old, new = self._prompts(revision, self._trial)
+        found: dict[str, Arm] = {}
+        at_once = len(self._sides)
+        for first in range(0, len(arms), at_once):
+            together = arms[first : first + at_once]
+            measured = next(
+                (done for _ in range(TRIES) if (done := self._together(revision, together, old, new))), None
+            )
+            if measured is None:
+                self._session.check("moments_are_hit", False)
+                return None
+            found |= measured
+        told = ", ".join(f"{arm} {found[arm].ttft_ms:.0f}" for arm in ARMS if arm in found)
+        note(f"  step {revision.step} at {revision.share:.0%}, {revision.overlap:.0%} kept: {told}")
+        return found if self._counts(revision, found) else None
+
+    def _together(self, revision: Revision, arms: Sequence[str], old: list[int], new: list[int]) -> Trial | None:
+        """These arms in turns, each on a server of its own, another one every time; None when a moment was missed."""
+        names = list(self._sides)
+        shift = self._trial % len(names)
+        placed = dict(zip(names[shift:] + names[:shift], arms, strict=False))
+        work = {name: partial(self._sides[name].interrupt, arm, revision, old, new) for name, arm in placed.items()}
+        done = {name: one for name, one in self._turns.run(work).items() if one is not None}
+        first_s = {name: self._turns.worked_s(name, one.successor.reply.first_token_at) for name, one in done.items()}
+        found = {one.arm: self._sides[name].finish(one, first_s[name]) for name, one in done.items()}
+        hit = {arm: one for arm, one in found.items() if one is not None}
+        return hit if len(hit) == len(arms) else None
+
+    def kept_pages(self, revision: Revision) -> dict[str, Any]:
+        """Pages that a trimmed step has written beside those of the same step that nobody interrupted."""
+        old, new = self._prompts(revision, 0)
+        self._trial = 0  # the one arm is on the first server
+        found = next((done for _ in range(TRIES) if (done := self._together(revision, ("trim",), old, new))), None)
+        record = found["trim"].record if found else None
+        if not self._session.check("kept_pages_are_compared", bool(record and record["adopted_blocks"])):
+            return {}
+        assert record is not None
+        whole = self._session.stream(old, PREDECESSOR_TOKENS, fresh_salt())
+        whole.wait_for_tokens(1)
+        (blocks,) = self._session.ask_worker("requests_blocks").values()
+        adopted = record["adopted_blocks"][0]
+        kept = slice((revision.step - 1) * revision.quantum // BLOCK, len(adopted))  # what the trimmed step wrote
+        told = self._session.ask_worker("compare_pages", blocks=adopted[kept], others=blocks[kept])
+        whole.hang_up()
+        whole.wait()
+        self._session.check("kept_pages_are_within_the_bound", told["largest"] <= PAGES_BOUND)
+        choices = [receipt["choice"] for receipt in record["receipts"]]
+        return {**told, "bound": PAGES_BOUND, "pages": len(adopted[kept]), "choices": choices}
+
+    def _prompts(self, revision: Revision, number: int) -> tuple[list[int], list[int]]:
+        url, model, seed = self._session.url, self._session.model, 10 + number
+        if revision.shared_tokens == revision.tokens:
+            return (whole := passage(url, model, revision.tokens, seed)), whole
+        return diverging(url, model, revision.shared_tokens, revision.tokens - revision.shared_tokens, seed)
+
     def _counts(self, revision: Revision, trial: Trial) -> bool:
-        session = self._session
-        counts = session.check(
-            "every_answer_is_whole", all(len(one.reply.token_ids) == ANSWER_TOKENS for one in trial.values())
-        )
+        whole = all(len(one.reply.token_ids) == ANSWER_TOKENS for one in trial.values())
+        counts = self._session.check("every_answer_is_whole", whole)
         reference = trial.get("native_cold") or trial["native_prefix"]
         for arm, one in trial.items():
-            counts &= session.check(f"{arm}_says_the_same", says_the_same(reference.reply, one.reply))
-        for arm in ("inherit", "trim", "combined"):
-            if arm in trial and (record := trial[arm].record) is not None:
-                told = trial[arm].reply.cached_tokens == record["inherited_tokens"] <= revision.shared_tokens
-                counts &= session.check(f"{arm}_inherits_what_it_says", told)
+            counts &= self._session.check(f"{arm}_says_the_same", says_the_same(reference.reply, one.reply))
+            if one.record is not None:
+                reused, certified = one.reply.cached_tokens or 0, one.record["inherited_tokens"]
+                honest = certified <= reused <= revision.shared_tokens and (arm != "invalidate" or reused == 0)
+                counts &= self._session.check(f"{arm}_reuses_what_it_may", honest)
         return counts
 
 
@@ -374,10 +407,10 @@ class _Grid:
                 self._measure(self._judged, revision, number)
 
     def _measure(self, into: dict[Revision, list[Trial]], revision: Revision, number: int) -> None:
-        order = ["native_prefix", "trim"] if number % 2 else ["trim", "native_prefix"]
+        arms = ["native_prefix", "trim"]
         if revision.overlap <= 0.25 or number == 0:
-            order.insert(number % 3, "native_cold")
-        found = self._bench.trial(revision, order)
+            arms.append("native_cold")
+        found = self._bench.trial(revision, arms)
         if found is not None:
             into[revision].append(found)
 

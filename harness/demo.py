@@ -84,7 +84,7 @@ def play(url: str, say: Any) -> dict[str, Any]:
     ids = story.tokens(PLAN)
     say(f"repository context and plan: {len(ids)} tokens, prefill quantum {QUANTUM}")
     moments = Moments(url)
-    moments.calibrate(Streaming(url, story.body(PLAN, cache_salt=f"warm-{uuid.uuid4()}")), INTERRUPTED)
+    moments.calibrate(lambda: Streaming(url, story.body(PLAN, cache_salt=f"warm-{uuid.uuid4()}")), INTERRUPTED)
     offset_s = moments.offset_s(INTERRUPTED, INTO_QUANTUM)
 
     say("\nNative: the client aborts early in the third quantum; when is the engine free again?")

@@ -4,6 +4,7 @@ Owns: finding out from outside where a running prefill is, and how long its step
 Must not know: what happens at that moment.
 Strategy: the engine answers questions only between two steps, so an answer that kept us waiting spans one step.  A
 thread asks without pause while a prefill runs; it stops asking at the moment itself, so that nobody is disturbed after.
+All times are seconds of one clock, which may be one that stands still at times (`harness.turns`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from harness.client import TIMEOUT_S, Streaming, http
@@ -23,34 +25,31 @@ class MomentMissed(RuntimeError):
     """The step that was waited for never began, or was over."""
 
 
-def engine_answers_s(url: str) -> float:
-    """How long the engine takes to answer: next to nothing between two steps, else until the running one ends."""
-    started = time.monotonic()
-    http.get(f"{url}/retire/status", timeout=TIMEOUT_S).raise_for_status()
-    return time.monotonic() - started
+Clock = Callable[[], float]
+NAP_S = 0.001
 
 
 class _StepWatch:
     """Watches one prefill.
 
-    `ended`: (begin, end) of its steps so far, seconds of `time.monotonic`.  `asked`: when the newest question was;
-    `answered`: when the newest answer came.
+    `ended`: (begin, end) of its steps so far.  `asked`: when the newest question was; `answered`: when the newest
+    answer came.
     """
 
-    def __init__(self, url: str, threshold_s: float) -> None:
+    def __init__(self, url: str, clock: Clock, threshold_s: float) -> None:
         self.ended: list[tuple[float, float]] = []
-        self.asked = self.answered = 0.0
-        self._url, self._threshold_s = url, threshold_s
+        self.asked = self.answered = clock()
+        self._url, self._clock, self._threshold_s = url, clock, threshold_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self.asked = time.monotonic()
-            waited = engine_answers_s(self._url)
-            self.answered = self.asked + waited
-            if waited > self._threshold_s:
+            self.asked = self._clock()
+            http.get(f"{self._url}/retire/status", timeout=TIMEOUT_S).raise_for_status()
+            self.answered = self._clock()
+            if self.answered - self.asked > self._threshold_s:
                 self.ended.append((self.asked, self.answered))
 
     def stop(self) -> None:
@@ -71,12 +70,14 @@ class Moments:
     """
 
     url: str
+    clock: Clock = time.monotonic
     lengths_s: list[float] = field(default_factory=list)
     idle_s: float = 0.0
 
-    def calibrate(self, prefill: Streaming, steps: int) -> None:
+    def calibrate(self, begin: Callable[[], Streaming], steps: int) -> None:
         """Learn from a prefill that nobody interrupts.  Raises MomentMissed when it did not show so many steps."""
-        self.idle_s = self.idle_s or statistics.median(engine_answers_s(self.url) for _ in range(9))
+        self.idle_s = self.idle_s or statistics.median(self._idle_answer_s() for _ in range(9))
+        prefill = begin()
         watch = self._watch()
         prefill.wait()
         watch.join()
@@ -92,24 +93,24 @@ class Moments:
         """Until so long after the beginning of that step.  Raises MomentMissed."""
         watch = self._watch()
         deadline = time.monotonic() + PATIENCE_S
-        while len(watch.ended) < step - 1 or time.monotonic() - watch.asked < self._busy_s:
+        while len(watch.ended) < step - 1 or self.clock() - watch.asked < self._busy_s:
             if prefill.reply.done_at or prefill.reply.token_ids or time.monotonic() > deadline:
                 watch.join()
                 raise MomentMissed(f"step {step} was never seen")
-            time.sleep(0.001)
+            time.sleep(NAP_S)
         begun = watch.asked
-        time.sleep(max(0.0, begun + offset_s - time.monotonic()))
-        return Moment(watch, begun, time.monotonic(), steps_before=step - 1)
+        self._sleep_until(begun + offset_s)
+        return Moment(watch, begun, self.clock(), steps_before=step - 1)
 
     def wait_decoding(self, answer: Streaming, tokens: int, offset_s: float) -> Moment:
         """Until so long after that many tokens of an answer.  Raises MomentMissed when it is over by then."""
         watch = self._watch()
         answer.wait_for_tokens(tokens)
-        time.sleep(offset_s)
+        self._sleep_until(self.clock() + offset_s)
         if answer.reply.done_at:
             watch.join()
             raise MomentMissed("the answer was over")
-        return Moment(watch, watch.asked, time.monotonic())
+        return Moment(watch, watch.asked, self.clock())
 
     def learn(self, moment: Moment) -> None:
         """The step at this moment ran to its end as it always does: so long does it take now."""
@@ -124,13 +125,22 @@ class Moments:
 
     def _watch(self) -> _StepWatch:
         shortest = min(self.lengths_s, default=0.0)
-        return _StepWatch(self.url, 0.3 * shortest if shortest else 10 * self.idle_s + 0.02)
+        return _StepWatch(self.url, self.clock, 0.3 * shortest if shortest else 10 * self.idle_s + 0.02)
+
+    def _idle_answer_s(self) -> float:
+        asked = self.clock()
+        http.get(f"{self.url}/retire/status", timeout=TIMEOUT_S).raise_for_status()
+        return self.clock() - asked
+
+    def _sleep_until(self, at: float) -> None:
+        while (left_s := at - self.clock()) > 0:
+            time.sleep(min(left_s, NAP_S))
 
 
 class Moment:
     """One moment that came; nobody asks the engine any more.
 
-    `at`: seconds of `time.monotonic`, as `begun`, the beginning of its step.  `steps_before`: how many the prefill had.
+    `begun`: the beginning of its step.  `steps_before`: how many the prefill had.
     """
 
     def __init__(self, watch: _StepWatch, begun: float, at: float, steps_before: int | None = None) -> None:

@@ -23,6 +23,7 @@ What could be unfair, and which way:
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -148,7 +149,7 @@ class _Bench:
         self._draw = random.Random(path.name)  # noqa: S311 - moments
         for seed in (1, 2):  # the first one warms up
             ids = passage(session.url, session.model, path.tokens, seed)
-            self._moments.calibrate(session.stream(ids, 1, fresh_salt()), path.steps)
+            self._moments.calibrate(functools.partial(session.stream, ids, 1, fresh_salt()), path.steps)
 
     def trial(self, number: int) -> Trial | None:
         """Both arms at one moment; None when it was never hit, or something was wrong."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from harness.client import TIMEOUT_S, Streaming, http
-from harness.server import Server
+from harness.server import Server, start_side_by_side
 from harness.workload import bearer, complete, completion
 from retire import models
 
@@ -104,16 +104,28 @@ def serving(
     model: str, flags: Sequence[str], env: Mapping[str, str] | None = None, key: str | None = None
 ) -> Iterator[Session]:
     """A patched server with `FLAGS` and these; checked for what is left in it at the end."""
-    server = Server(models.resolve(model), (*FLAGS, "--served-model-name", model, *flags), env=env)
-    note(f"starting a server with {model} ...")
-    try:
-        server.start()
-        session = Session(server.url, model, key)
-        usage = session.pool_usage()
+    with serving_alike(model, flags, env, key) as [(_, session)]:
         yield session
-        session.check_rest(usage)
+
+
+@contextmanager
+def serving_alike(
+    model: str, flags: Sequence[str], env: Mapping[str, str] | None = None, key: str | None = None, count: int = 1
+) -> Iterator[list[tuple[Server, Session]]]:
+    """Several of them, started side by side."""
+    command = (*FLAGS, "--served-model-name", model, *flags)
+    servers = [Server(models.resolve(model), command, env=env) for _ in range(count)]
+    note(f"starting {'a server' if count == 1 else f'{count} servers'} with {model} ...")
+    try:
+        start_side_by_side(servers)
+        sessions = [Session(server.url, model, key) for server in servers]
+        usages = [session.pool_usage() for session in sessions]
+        yield list(zip(servers, sessions, strict=True))
+        for session, usage in zip(sessions, usages, strict=True):
+            session.check_rest(usage)
     finally:
-        server.close()
+        for server in servers:
+            server.close()
 
 
 def note(text: str) -> None:

@@ -13,13 +13,17 @@ import contextlib
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from harness.server import Server
 
 TURN_S = 0.03
+
+Found = TypeVar("Found")
 
 
 class Turns:
@@ -29,14 +33,20 @@ class Turns:
         self._processes = {name: [server.pid, *server.children()] for name, server in servers.items()}
         self._turn_s = turn_s
         self._draw = random.Random(seed)  # noqa: S311 - an order
+        self._lock = threading.Lock()
+        self._begin()
 
-    def measure(self, work: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-        """Seconds each server was at work.
+    def _begin(self) -> None:
+        self._ended: dict[str, list[tuple[float, float]]] = {name: [] for name in self._processes}
+        self._running: tuple[str, float] | None = None
 
-        `work`: per server, called in a thread of its own while all are stopped; sends what is to be done and returns
-        when, on `time.monotonic`, that was done.
+    def run(self, work: Mapping[str, Callable[[], Found]]) -> dict[str, Found]:
+        """What the work of each server gives, when all of it is done.
+
+        `work`: called in a thread of its own; asks its server to do something and waits for that, on `clock`.
         """
-        turns: dict[str, list[tuple[float, float]]] = {name: [] for name in work}
+        with self._lock:
+            self._begin()
         with ThreadPoolExecutor(len(work)) as pool:
             for name in self._processes:
                 self._signal(name, signal.SIGSTOP)
@@ -45,25 +55,37 @@ class Turns:
                 while due := [name for name in work if not done[name].done()]:
                     self._draw.shuffle(due)
                     for name in due:
-                        turns[name].append(self._turn(name, done[name]))
+                        self._turn(name, done[name])
             finally:
                 for name in self._processes:
                     self._signal(name, signal.SIGCONT)
-            return {name: _worked_s(turns[name], one.result()) for name, one in done.items()}
+            return {name: one.result() for name, one in done.items()}
 
-    def _turn(self, name: str, done: Future[float]) -> tuple[float, float]:
-        began = time.monotonic()
+    def clock(self, name: str) -> Callable[[], float]:
+        """A clock that stands still while the server does: seconds it was at work since the last `run` began."""
+        return lambda: self.worked_s(name, time.monotonic())
+
+    def worked_s(self, name: str, until: float) -> float:
+        """How long the server was at work in the last `run` up to then, of `time.monotonic`."""
+        with self._lock:
+            turns = [*self._ended[name]]
+            if self._running is not None and self._running[0] == name:
+                turns.append((self._running[1], until))
+        return sum(min(ended, until) - began for began, ended in turns if began < until)
+
+    def _turn(self, name: str, done: Future[Found]) -> None:
+        with self._lock:
+            began = time.monotonic()
+            self._running = name, began
         self._signal(name, signal.SIGCONT)
         while not done.done() and (left_s := began + self._turn_s - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.005))
         self._signal(name, signal.SIGSTOP)
-        return began, time.monotonic()
+        with self._lock:
+            self._running = None
+            self._ended[name].append((began, time.monotonic()))
 
     def _signal(self, name: str, number: signal.Signals) -> None:
         for process in self._processes[name]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
-
-
-def _worked_s(turns: list[tuple[float, float]], done_at: float) -> float:
-    return sum(min(ended, done_at) - began for began, ended in turns if began < done_at)
