@@ -17,13 +17,14 @@ What could be unfair, and which way:
 
 - Native's boundary is seen through HTTP; what an idle engine takes to answer is taken off.
 - Both arms of a pair are interrupted at the same offset into the same step; their order alternates.
-- In `active_spec_decode` steps last tens of milliseconds, and the moment is a pause after a token's arrival.
+- In `active_spec_decode` the moment is a pause after a token's arrival, drawn from longer than a step lasts.
 - A transition whose requests were in no step when authority moved has nothing to fence and is drawn again.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -36,9 +37,12 @@ from harness.moments import MomentMissed, Moments
 from harness.session import Session, note, serving
 from harness.statistics import Bootstrap, Interval, at_least, at_most, ratio_of_medians
 from harness.workload import diverging, fresh_salt, fresh_scope, passage, record_of
+from retire import models
 
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ANSWER_TOKENS, PREDECESSOR_TOKENS, ALTERNATIVES = 4, 400, 5
-DECODE_S = 0.1  # longer than a step that verifies drafts
+DRAFTS = 3
+DECODE_S = 0.5  # longer than a step that drafts and verifies
 OVER_INTERVAL_AIM, OVER_MEAN_AIM = 1.25, 1.3
 TRIES = 6
 
@@ -48,7 +52,7 @@ class Path:
     """Work that is interrupted.  `paper`: its FENCE ratio there; `aim`: ours.
 
     `tokens`, `quantum`: of the prompt and of a step.  `decoding`: interrupted while it answers, not while it reads.
-    `layers`: of the model that the longest forward of a step runs through.
+    `layers`: that a step runs through.  `drafted`: the model drafts for itself, which is as long as drafting can be.
     """
 
     name: str
@@ -58,13 +62,27 @@ class Path:
     layers: int
     paper: float
     aim: float
-    flags: tuple[str, ...] = ()
+    drafted: bool = False
     decoding: bool = False
 
     @property
     def steps(self) -> int:
         """How many steps a whole prefill has."""
         return -(-self.tokens // self.quantum)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The server's."""
+        flags = ("--max-num-batched-tokens", str(self.quantum), "--kv-cache-memory-bytes", str(1 << 30))
+        if not self.drafted:
+            return flags
+        speculation = {
+            "method": "draft_model",
+            "model": models.resolve(self.model),
+            "num_speculative_tokens": DRAFTS,
+            "max_model_len": 8192,
+        }
+        return (*flags, "--speculative-config", json.dumps(speculation))
 
 
 @dataclass(frozen=True)
@@ -104,9 +122,20 @@ class Trial:
         }
 
 
-PREFILL = ("--max-model-len", "8192", "--kv-cache-memory-bytes", str(1 << 30))
 PATHS = (
     Path("long_prefill", "smollm2", 8000, 4096, layers=30, paper=24.9, aim=30.0),
+    Path("draft_verify_prefill", "smollm2", 4000, 4096, layers=60, paper=51.3, aim=51.3, drafted=True),
+    Path(
+        "active_spec_decode",
+        "smollm2",
+        512,
+        4096,
+        layers=30 * (1 + DRAFTS),
+        paper=9.99,
+        aim=9.99,
+        drafted=True,
+        decoding=True,
+    ),
     Path("two_kv_groups", "gemma3", 4000, 4000, layers=18, paper=7.01, aim=7.01),
 )
 TAILS = tuple(Path(f"tail_{quantum}", "smollm2", 8000, quantum, layers=30, paper=0, aim=0) for quantum in (1024, 2048))
@@ -130,8 +159,7 @@ class Retirement:
         planned = dict.fromkeys(PATHS, self.quick_trials if quick else self.trials)
         planned |= {} if quick else dict.fromkeys(TAILS, self.tail_trials)
         for path, trials in planned.items():
-            flags = ("--max-num-batched-tokens", str(path.quantum), *PREFILL, *path.flags)
-            with serving(path.model, flags) as session:
+            with serving(path.model, path.flags) as session:
                 bench = _Bench(session, path)
                 found[path.name] = [one for number in range(trials) if (one := bench.trial(number)) is not None]
                 for name, holds in session.checks.items():
@@ -154,6 +182,7 @@ class _Bench:
     def trial(self, number: int) -> Trial | None:
         """Both arms at one moment; None when it was never hit, or something was wrong."""
         session, path = self._session, self._path
+        drafts = session.metric(DRAFTED) if path.drafted else 0
         old, new = diverging(session.url, session.model, 0, path.tokens, seed=100 + number)
         for _ in range(TRIES):
             step, offset_s = self._draw_moment()
@@ -167,6 +196,8 @@ class _Bench:
                 f"  {path.name} {number + 1}, step {step} after {offset_s * 1000:.0f}: native {native.closed_ms:.0f},"
                 f" fence {ours.closed_ms:.1f}, longest interval {ours.longest_interval_ms:.1f} ms"
             )
+            if path.decoding:
+                session.check("draft_work_is_observed", session.metric(DRAFTED) > drafts)
             same = session.check("successors_say_the_same", says_the_same(native.reply, ours.reply))
             return Trial(native, ours) if same else None
         session.check("moments_are_hit", False)

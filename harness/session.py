@@ -77,10 +77,14 @@ class Session:
     def pool_usage(self) -> float:
         """The share of KV blocks that somebody references, after a step that nobody else was in."""
         complete(self.url, completion(self.model, [1], 1), **bearer(self.key))  # vLLM counts at the end of a step
+        return self.metric("vllm:kv_cache_usage_perc")
+
+    def metric(self, name: str) -> float:
+        """A gauge or counter of the server's, of which there is one.  Raises RuntimeError."""
         metrics = http.get(f"{self.url}/metrics", timeout=TIMEOUT_S).raise_for_status().text
-        found = re.search(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.MULTILINE)
+        found = re.search(rf"^{re.escape(name)}\{{.*\}} (\S+)$", metrics, re.MULTILINE)
         if found is None:
-            raise RuntimeError("the server does not tell how much of its pool is in use")
+            raise RuntimeError(f"the server does not tell {name}")
         return float(found[1])
 
     def check_rest(self, usage_before: float) -> None:
