@@ -16,7 +16,7 @@ from vllm_patches._seam import Seam
 
 
 def build(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Guard where the forward call begins and ends; later forwards of the step (a draft model's) are not guarded."""
+    """Guard where the forward call begins and ends; a draft model's forward has a seam of its own."""
     from retire.engine.forward import guarded
 
     def _model_forward(

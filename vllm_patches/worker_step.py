@@ -16,10 +16,12 @@ from vllm_patches._seam import Seam
 
 def build(original: Callable[..., Any]) -> Callable[..., Any]:
     """Begin the guarded step, then run it."""
+    from retire.engine.forward import draft_model
     from retire.engine.worker import guard
 
     def execute_model(self: Any, scheduler_output: Any) -> Any:
-        guard().begin(getattr(scheduler_output, "retire_plan", None))
+        drafts = draft_model(self.model_runner) is not None
+        guard().begin(getattr(scheduler_output, "retire_plan", None), drafts=drafts)
         return original(self, scheduler_output)
 
     return execute_model

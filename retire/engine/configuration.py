@@ -13,6 +13,7 @@ from retire.settings import DRAM_ENV
 from retire.tenants import Registry
 
 TIER_MODULE = "retire.engine.tier"
+DRAFTERS = ("ngram", "draft_model")
 
 
 def add_tier(arguments: Any, dram_bytes: int) -> None:
@@ -43,6 +44,7 @@ def refusals(config: Any, *, api_processes: int) -> list[str]:
     """What in a VllmConfig stands in the way, one line each."""
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     connector, speculative = config.kv_transfer_config, config.speculative_config
+    draft_model_config = _draft_model_config(config)
     checks = [
         (parallel.tensor_parallel_size > 1, "tensor parallelism above 1 (one participant per step for now)"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism above 1"),
@@ -63,9 +65,23 @@ def refusals(config: Any, *, api_processes: int) -> list[str]:
             speculative is not None and speculative.use_eagle(),
             "EAGLE or MTP: a chunk's last KV depends on the next token",
         ),
+        (
+            speculative is not None and not speculative.use_eagle() and speculative.method not in DRAFTERS,
+            f"speculation other than {' and '.join(DRAFTERS)}: what it keeps between requests is not fenced",
+        ),
+        (
+            draft_model_config is not None and draft_model_config.max_model_len < model.max_model_len,
+            "a draft model shorter than --max-model-len: its KV would have holes",
+        ),
         (config.use_v2_model_runner, "model runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)"),
     ]
     return [reason for stands, reason in checks if stands]
+
+
+def _draft_model_config(config: Any) -> Any:
+    """The model whose layers hold KV beside the served model's, None for none."""
+    speculative = config.speculative_config
+    return speculative.draft_model_config if speculative is not None and speculative.method == "draft_model" else None
 
 
 def check(config: Any, *, api_processes: int) -> None:
@@ -93,29 +109,31 @@ CERTIFIABLE = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "Sl
 
 def check_kv(kv_cache_config: Any, *, replay_tokens: int) -> None:
     """Raise SeamError for KV groups whose blocks no certificate describes."""
-    kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    # A group of several is one of layers of one kind whose pages differ in size, as a draft model's may.
+    kinds = {type(one).__name__ for spec in specs for one in getattr(spec, "kv_cache_specs", {"": spec}).values()}
     unknown = sorted(kinds - set(CERTIFIABLE))
     if unknown or replay_tokens:
         what = ", ".join(unknown) or "prefix replay"
         raise SeamError(f"RETIRE cannot serve this model: its KV cache has {what}, which no certificate describes")
 
 
-def exact_grid(chunk_tokens: int) -> int | None:
+def exact_grid(chunk_tokens: int, *, guesses: bool = False) -> int | None:
     """On which token grid reuse equals a cold run bit for bit; None: nowhere.
 
-    The CPU back end's results depend on the shape of the chunk, so equal chunks give equal bits.  Elsewhere vLLM's
-    batch-invariant mode makes every shape equal.
+    The CPU back end's results depend on the shape of the chunk, so equal chunks give equal bits; with `guesses`
+    (speculation) a last token may come in other shapes.  Elsewhere vLLM's batch-invariant mode makes them all equal.
     """
     from vllm.platforms import current_platform
 
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in {"0", ""}:
         return 1
-    return chunk_tokens if current_platform.is_cpu() else None
+    return chunk_tokens if current_platform.is_cpu() and not guesses else None
 
 
 def fingerprint_base(config: Any) -> str:
     """What must be equal between writer and reader of a block, beside the request's own part."""
-    model, cache = config.model_config, config.cache_config
+    model, cache, drafter = config.model_config, config.cache_config, _draft_model_config(config)
     return "|".join(
         str(part)
         for part in (
@@ -126,5 +144,6 @@ def fingerprint_base(config: Any) -> str:
             cache.cache_dtype,
             cache.block_size,
             os.environ.get("VLLM_BATCH_INVARIANT", "0"),
+            *(() if drafter is None else (drafter.model, drafter.revision, drafter.dtype, drafter.quantization)),
         )
     )

@@ -545,7 +545,7 @@ class Coordinator:
 
     def _report_receipt(self, rid: RequestId, tracked: Tracked, holding: Holding | None) -> None:
         receipt, tag = tracked.receipt, tracked.tag
-        cut = receipt.cut_of(rid) if receipt else None
+        cut, phase = (receipt.cut_of(rid), receipt.phase_of(rid)) if receipt else (None, None)
         self.facts.append(
             {
                 "transition": None,
@@ -559,6 +559,7 @@ class Coordinator:
                 "choice": cut.choice.value if cut else None,
                 "cost": {choice.value: cost for choice, cost in cut.cost.items()} if cut else None,
                 "layer": cut.layer if cut else None,
+                "phase": phase.value if phase else None,
                 "stopped": bool(cut and cut.choice is Choice.STOP),
                 "obsolete_closed_ns": receipt.obsolete_closed_ns(rid) if receipt else None,
                 "safe_points": receipt.safe_points if receipt else 0,

@@ -6,9 +6,17 @@ Plain values that pickle: they ride on vLLM's SchedulerOutput and ModelRunnerOut
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from retire.core.fence import Choice
 from retire.core.types import RequestId, Ticket
+
+
+class Phase(StrEnum):
+    """Whose forward a step is in: the served model's, or that of the model that drafts for it."""
+
+    TARGET = "target"
+    DRAFT = "draft"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +53,9 @@ class StepPlan:
 class Cut:
     """A request's rows that lost their use while they were computed.
 
-    `cost`: of every choice that was open, in row-layers (`retire.core.fence`).  `layer`: how many had been computed.
-    `end`: rows from here on were no longer computed.  `at_ns`: CLOCK_MONOTONIC.
+    `cost`: of every choice that was open, in row-layers (`retire.core.fence`).  `layer`: how many had been computed,
+    a draft model's counted on from the target's.  `end`: rows from here on were no longer computed.
+    `at_ns`: CLOCK_MONOTONIC.
     """
 
     request: RequestId
@@ -55,14 +64,16 @@ class Cut:
     layer: int
     end: int
     at_ns: int
+    phase: Phase = Phase.TARGET
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """A participant's statement about one step.
 
-    `ends`: for each of the plan's rows, up to which token they were computed in every layer (`frontier_ready`).
-    `stopped`: the step ended at a safe point; no row of it is complete.
+    `ends`: for each of the plan's rows, up to which token they were computed in every layer (`frontier_ready`), a
+    draft model's included.
+    `stopped`: the step ended at a safe point, in the forward that `phase` names.
     `ended_ns`: CLOCK_MONOTONIC, when nothing of it was computed any more.
     `safe_points`: how many were passed.  `longest_interval_ns`: the longest time between two of them.
     """
@@ -74,11 +85,17 @@ class Receipt:
     ended_ns: int
     safe_points: int
     longest_interval_ns: int
+    phase: Phase = Phase.TARGET
 
     def cut_of(self, request: RequestId) -> Cut | None:
         """The last cut that took some of the request's rows, else the last decision to keep them; None: none fell."""
         mine = [cut for cut in self.cuts if cut.request == request]
         return next((cut for cut in reversed(mine) if cut.choice is not Choice.KEEP), mine[-1] if mine else None)
+
+    def phase_of(self, request: RequestId) -> Phase | None:
+        """In whose forward something ended for the request: some of its rows, else the step; None: nothing did."""
+        cut = self.cut_of(request)
+        return cut.phase if cut is not None else self.phase if self.stopped else None
 
     def obsolete_closed_ns(self, request: RequestId) -> int:
         """When no row of the request was computed that nobody had a use for."""

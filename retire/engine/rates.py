@@ -11,26 +11,30 @@ from collections.abc import Callable
 from retire.core.types import Tier, TokenCount
 
 WEIGHT = 0.2  # of the newest step in the running mean
-DECODE_ROWS = 8  # of one request: a token, and drafts
+DECODE_ROWS = 8  # of one request: a token, and a usual number of drafts
 PROMPT_ROWS = 64  # fewer hardly take longer than one
 
 
 class Rates:
     """`restore_ns`: how long so many tokens take to come back from host memory, None while nobody knows.
 
-    `min_tokens`: what is shorter is never worth a certificate.  `long_ns`: see `is_long`.
+    `min_tokens`: what is shorter is never worth a certificate.  `long_ns`: see `is_long`.  `drafts`: how many tokens
+    are guessed for a request.  A step takes as long as its verification and its drafting do together.
     """
 
-    def __init__(self, min_tokens: int, restore_ns: Callable[[int], float | None] | None, long_ns: int = 0) -> None:
+    def __init__(
+        self, min_tokens: int, restore_ns: Callable[[int], float | None] | None, long_ns: int = 0, drafts: int = 0
+    ) -> None:
         self._min_tokens = min_tokens
         self._restore_ns = restore_ns
         self._long_ns = long_ns
+        self._decode_rows = max(DECODE_ROWS, 1 + drafts)
         self.ns_per_token: float | None = None
         self.decode_ns: float | None = None
 
     def ran(self, rows: int, requests: int, took_ns: int) -> None:
         """A step ran to its end.  What lies between decoding (with drafts) and prompts says nothing about either."""
-        if rows <= DECODE_ROWS * requests:
+        if rows <= self._decode_rows * requests:
             self.decode_ns = _mixed(self.decode_ns, took_ns)
         elif rows >= PROMPT_ROWS:
             self.ns_per_token = _mixed(self.ns_per_token, took_ns / rows)
@@ -45,7 +49,7 @@ class Rates:
     def is_long(self, rows: int, requests: int) -> bool:
         """Whether a step is expected to take `long_ns` or more.  What was never measured may."""
         known = self.decode_ns
-        if rows > DECODE_ROWS * requests:
+        if rows > self._decode_rows * requests:
             known = None if self.ns_per_token is None else max(self.ns_per_token * rows, known or 0)
         return known is None or known >= self._long_ns
 

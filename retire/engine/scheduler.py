@@ -51,9 +51,14 @@ class VersionedScheduler:
         )
         ownership = Ownership(kv.block_pool, _quotas(kv.block_pool.num_gpu_blocks - 1), _beside_a_full_request(kv))
         restore_ns = tier.restore_ns if tier is not None else None
-        rates = Rates(settings.min_inherit_tokens, restore_ns, long_ns=settings.arm_ms * 1_000_000)
+        rates = Rates(
+            settings.min_inherit_tokens,
+            restore_ns,
+            long_ns=settings.arm_ms * 1_000_000,
+            drafts=scheduler.num_spec_tokens,
+        )
         self._grid_tokens = _chunk_tokens(scheduler)
-        exact = configuration.exact_grid(self._grid_tokens)
+        exact = configuration.exact_grid(self._grid_tokens, guesses=scheduler.num_spec_tokens > 0)
         geometry = Geometry(groups, ownership.generation, exact, rates.pays, offloads=tier is not None)
         self._tier = tier
         self._secret = home.table().secret

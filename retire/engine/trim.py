@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
@@ -161,19 +162,41 @@ def _row_dimension(value: Any, rows: int) -> int | None:
     return value.dim() - 1 if value.dim() == 2 and value.shape[-1] == rows else None
 
 
-class RunningPass:
-    """One forward pass of a V1 runner; `retire.engine.worker.Pass`.
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Whose rows a pass of a V1 runner computes.  Those of one request stand together, in the order of its batch.
 
-    Rows of one request stand together, in the order of the runner's batch.  `rows`: as the pass began, with padding.
+    `starts`: where each request's rows begin, and where the last one's end.  `groups`: of the attention layers that
+    the pass is described to.
     """
 
-    def __init__(self, runner: Any, loop: DecoderLoop, rows: int) -> None:
-        batch = runner.input_batch
-        starts = runner.query_start_loc.cpu[: batch.num_reqs + 1].tolist()
-        self._runner = runner
+    requests: tuple[RequestId, ...]
+    starts: torch.Tensor
+    groups: tuple[Any, ...]
+
+
+def target_batch(runner: Any) -> Batch:
+    """Of a pass of the served model.  Its layers are described together with a draft model's."""
+    batch = runner.input_batch
+    starts = runner.query_start_loc.cpu[: batch.num_reqs + 1]
+    return Batch(tuple(batch.req_ids[: batch.num_reqs]), starts, tuple(chain.from_iterable(runner.attn_groups)))
+
+
+def draft_batch(runner: Any) -> Batch:
+    """Of a draft model's pass over the same rows: behind each request's come those it drafts from."""
+    target, drafter = target_batch(runner), runner.drafter
+    more = torch.arange(len(target.starts), dtype=target.starts.dtype) * drafter.net_num_new_slots_per_request
+    return Batch(target.requests, target.starts + more, tuple(drafter.draft_attn_groups))
+
+
+class RunningPass:
+    """One forward pass; `retire.engine.worker.Pass`.  `rows`: as it began, with padding."""
+
+    def __init__(self, batch: Batch, loop: DecoderLoop, rows: int) -> None:
+        self._groups = batch.groups
         self._rows = rows
-        self._requests: list[RequestId] = list(batch.req_ids[: batch.num_reqs])
-        self._counts = [end - start for start, end in pairwise(starts)]
+        self._requests: list[RequestId] = list(batch.requests)
+        self._counts = [end - start for start, end in pairwise(batch.starts.tolist())]
         self._loop = loop
         self._alive = list(range(rows))  # which of the first rows are still computed
         self._cut: _Index | None = None  # from those before, where the coming layer has not been given them yet
@@ -255,7 +278,7 @@ class RunningPass:
         starts = [0]
         for number in staying:
             starts.append(starts[-1] + counts[number])
-        for group in chain.from_iterable(self._runner.attn_groups):
+        for group in self._groups:
             old = metadata[group.layer_names[0]]
             device = old.query_start_loc.device
             gone = torch.tensor(
@@ -284,7 +307,7 @@ class RunningPass:
             context.is_padding = rows.of(context.is_padding, 0)
 
 
-def can_cut(runner: Any) -> str | None:
+def can_cut(runner: Any, batch: Batch) -> str | None:
     """Why rows cannot be cut out of this pass whatever the model is; None if nothing speaks against it."""
     context = get_forward_context()
     if context.cudagraph_runtime_mode != CUDAGraphMode.NONE:
@@ -297,14 +320,13 @@ def can_cut(runner: Any) -> str | None:
         return "hidden states of single layers are collected"
     if runner.is_mm_prefix_lm:
         return "attention is not causal everywhere"
-    named = set(chain.from_iterable(group.layer_names for group in chain.from_iterable(runner.attn_groups)))
+    named = set(chain.from_iterable(group.layer_names for group in batch.groups))
     if named != set(context.attn_metadata):
         return "some attention layers belong to no KV group"
-    starts = runner.query_start_loc.cpu[: runner.input_batch.num_reqs + 1]
     for one in {id(one): one for one in context.attn_metadata.values()}.values():
         if getattr(one, "causal", None) is not True or not all(hasattr(one, name) for name in _NEEDED):
             return "an attention back end describes its steps in a way of its own"
-        if not torch.equal(one.query_start_loc.cpu(), starts):
+        if not torch.equal(one.query_start_loc.cpu(), batch.starts):
             return "an attention back end cuts requests up"
     return None
 

@@ -4,14 +4,15 @@ Owns: what becomes of the running step's rows.  Must not know: the scheduler, HT
 cut out of a pass (`retire.engine.trim`).
 Strategy: a safe point is one table load per request of the step.  Between two decoder layers rows can be cut out;
 inside one, and where the pass cannot be cut, a step stops only as a whole: it leaves through `StepFenced`, which never
-leaves the model's forward call.
+leaves the model's forward call.  A draft model's forward over the same rows is a second pass of the step: it begins
+with the rows that the target's ended with, so that a row counts as written when it is in the layers of both.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from retire import seal
 from retire.authority import home
@@ -19,7 +20,7 @@ from retire.authority.table import AuthorityTable
 from retire.core import fence
 from retire.core.fence import Choice
 from retire.core.types import RequestId
-from retire.engine.plan import Cut, PlannedRows, Receipt, StepPlan
+from retire.engine.plan import Cut, Phase, PlannedRows, Receipt, StepPlan
 from retire.settings import Settings
 
 FINE_NS = 5_000_000  # a layer that takes longer is asked inside, too
@@ -40,6 +41,7 @@ class StepGuard:
     """One per worker process.  `patience`: for so many layers a row limit that nobody has set yet is waited for.
 
     `armed`: the attention layers' safe points are live.  `fine`: so are those of linear layers; never without `armed`.
+    `stopped`: the step has ended at a safe point.
     """
 
     def __init__(self, table: AuthorityTable, patience: int = 0) -> None:
@@ -48,24 +50,32 @@ class StepGuard:
         self._table = table
         self._patience = patience
         self._plan: StepPlan | None = None
+        self._undrafted = False
         self._begin_rows(())
 
     def _begin_rows(self, rows: tuple[PlannedRows, ...]) -> None:
         self._pass: Pass | None = None
-        self._layers = self._layer = 0
+        self._phase = Phase.TARGET
+        self._layers = self._layer = self._first = 0  # of all passes so far; the running one's first
         self._attention = ""
         self._ends = [one.end for one in rows]  # up to where each request's rows go on
+        self._running = list(self._ends)  # the same, as the running pass was told
+        self._before: tuple[list[int], int] = list(self._ends), 0  # ends and cuts when the running pass began
         self._wanted = list(self._ends)  # the last that was decided upon
         self._missed: list[int | None] = [None] * len(rows)  # before which layer a revoked one had no limit yet
         self._over = False  # whether nobody is current in a step that can only stop as a whole
         self._cuts: list[Cut] = []
         self._ended_ns = self._safe_points = self._longest_ns = 0
-        self._stopped = False
+        self.stopped = False
         self._last_ns = time.monotonic_ns()
 
-    def begin(self, plan: StepPlan | None) -> None:
-        """A step starts.  It is armed where its model's forward is: only there can a fence be caught."""
+    def begin(self, plan: StepPlan | None, *, drafts: bool = False) -> None:
+        """A step starts.  It is armed where its model's forward is: only there can a fence be caught.
+
+        `drafts`: it is complete only when a draft model has computed its rows as well.
+        """
         self._plan = plan
+        self._undrafted = drafts
         self.disarm()
         self._begin_rows(plan.rows if plan is not None else ())
 
@@ -74,13 +84,18 @@ class StepGuard:
         """Whether the step's forward is to be armed."""
         return self._plan is not None and self._plan.armed
 
-    def arm(self, layers: int, running: Pass | None = None) -> None:
-        """The model's forward begins: from here to its end the plan's safe points are live.
+    def arm(self, layers: int, running: Pass | None = None, phase: Phase = Phase.TARGET) -> None:
+        """The forward of a model with so many layers begins: from here to its end the plan's safe points are live.
 
-        `running`: None where rows cannot be cut out.
+        `running`: all rows of the step; None where none can be cut out.
         """
         self.armed = self.wanted
-        self._pass, self._layers, self._layer, self._attention = running, layers, 0, ""
+        self._pass, self._phase, self._attention = running, phase, ""
+        self._first = self._layer = self._layers
+        self._layers += layers
+        self._running = [rows.end for rows in self._plan.rows] if self._plan and running else self._ends.copy()
+        self._before = self._ends.copy(), len(self._cuts)
+        self._wanted, self._over = self._ends.copy(), False
         self._last_ns = time.monotonic_ns()
 
     def disarm(self) -> None:
@@ -88,8 +103,8 @@ class StepGuard:
         self.armed = self.fine = False
 
     def layer_point(self, layer: int) -> None:
-        """Before decoder layer number `layer`: decide, and cut or raise StepFenced."""
-        self._layer = layer
+        """Before decoder layer number `layer` of the running pass: decide, and cut or raise StepFenced."""
+        self._layer = self._first + layer
         self._pass_point()
         self._miss()
         self._decide(self._wanted_now())
@@ -112,6 +127,21 @@ class StepGuard:
         self._pass_point()
         self._miss()
         self._decide(self._wanted_now())
+
+    def guess_point(self) -> None:
+        """Before a pass over guessed tokens: raise StepFenced when none of them is of any use.
+
+        All rows of the plan are written by then, so the frontier stays where it is.
+        """
+        self._pass_point()
+        self.disarm()
+        plan = self._armed_plan()
+        if plan.foreign_rows == 0 and not any(self._table.holds(rows.ticket) for rows in plan.rows):
+            self._stop()
+
+    def drafted(self) -> None:
+        """The draft model has computed the step's rows."""
+        self._undrafted = False
 
     def _pass_point(self) -> None:
         now = time.monotonic_ns()
@@ -156,9 +186,23 @@ class StepGuard:
     def _decide(self, wanted: list[int]) -> None:
         plan = self._armed_plan()
         over = self._pass is None and all(not self._table.holds(rows.ticket) for rows in plan.rows)
-        if wanted == self._wanted and over == self._over:
+        if wanted != self._wanted or over != self._over:
+            self._decide_anew(wanted, over)
+        if self._ends == self._running:
             return
-        before = self._ends.copy()
+        if plan.foreign_rows == 0 and all(end == rows.start for end, rows in zip(self._ends, plan.rows, strict=True)):
+            self._stop()
+        assert self._pass is not None, "what cannot be cut stops as a whole"
+        self._running = self._ends.copy()
+        self._pass.keep(
+            {
+                rows.request: end - rows.start
+                for end, rows in zip(self._ends, plan.rows, strict=True)
+                if end < rows.end  # of the others all, and what a draft model adds to them
+            }
+        )
+
+    def _decide_anew(self, wanted: list[int], over: bool) -> None:
         changed = [number for number, end in enumerate(wanted) if end < self._wanted[number]]
         self._wanted, self._over = wanted, over
         if self._pass is None:
@@ -166,15 +210,12 @@ class StepGuard:
         else:
             for number in changed:
                 self._decide_alone(number)
-        if self._ends == before:
-            return
-        if plan.foreign_rows == 0 and all(end == rows.start for end, rows in zip(self._ends, plan.rows, strict=True)):
-            self._stopped = True
-            self._ended_ns = self._last_ns
-            self.disarm()
-            raise StepFenced
-        assert self._pass is not None, "what cannot be cut stops as a whole"
-        self._pass.keep({rows.request: end - rows.start for end, rows in zip(self._ends, plan.rows, strict=True)})
+
+    def _stop(self) -> NoReturn:
+        self.stopped = True
+        self._ended_ns = self._last_ns
+        self.disarm()
+        raise StepFenced
 
     def _decide_alone(self, number: int) -> None:
         """Rows of one request; all others stay as they are."""
@@ -213,14 +254,14 @@ class StepGuard:
                 self._note(rows, decided.choice, decided.cost, self._ends[number])
 
     def _note(self, rows: PlannedRows, choice: Choice, cost: dict[Choice, int], end: int) -> None:
-        self._cuts.append(Cut(rows.request, choice, cost, self._layer, end, self._last_ns))
+        self._cuts.append(Cut(rows.request, choice, cost, self._layer, end, self._last_ns, self._phase))
 
     def uncut(self) -> None:
         """The forward starts again from its beginning, with all its rows and without safe points."""
         self.disarm()
         self._pass = None
-        self._ends = [rows.end for rows in self._armed_plan().rows]
-        self._cuts.clear()
+        self._ends, cuts = self._before
+        del self._cuts[cuts:]
 
     def end(self) -> Receipt | None:
         """The step is over; its receipt, or None when it held no scoped request."""
@@ -229,11 +270,13 @@ class StepGuard:
         self._pass = None
         if plan is None:
             return None
+        ends = [rows.start for rows in plan.rows] if self._undrafted else self._ends
         return Receipt(
             seq=plan.seq,
-            ends=tuple(self._ends),
+            ends=tuple(ends),
             cuts=tuple(self._cuts),
-            stopped=self._stopped,
+            stopped=self.stopped,
+            phase=self._phase,
             ended_ns=self._ended_ns or time.monotonic_ns(),
             safe_points=self._safe_points,
             longest_interval_ns=self._longest_ns,

@@ -62,6 +62,7 @@ class Transition:
                         "stopped": fact["stopped"],
                         "choice": fact["choice"],
                         "layer": fact["layer"],
+                        "phase": fact["phase"],
                         "cost_row_layers": fact["cost"],
                         "obsolete_closed_ms": _ms(obsolete_closed_ns - self.advanced_ns),  # 0: before, or at once
                         "frontier_tokens": fact["frontier_tokens"],

@@ -1659,6 +1659,33 @@ def test_accepted_drafts_do_not_end_publication(world: World) -> None:
     assert world.one("receipt")["frontier_tokens"] >= written - 4
 
 
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+def test_the_frontier_grows_by_accepted_drafts_alone(world: World, accepted: int) -> None:
+    scope = world.scope()
+    rid = world.admit(scope, PROMPT, max_tokens=40)
+    while world.requests[rid].num_computed_tokens < 40:
+        world.step()
+    request = world.requests[rid]
+    for _ in range(6):
+        start = request.num_computed_tokens
+        world.retire.before_schedule()
+        world._allocate(request, 0, None, 4)
+        request.num_computed_tokens += 4
+        step = FakeStep(num_scheduled_tokens={rid: 4}, total_num_scheduled_tokens=4, writes=[])
+        world.retire.scheduled(step)
+        assert world.retire._requests[rid].frontier_tokens == start, "what was accepted, and no more"
+        said = list(range(60, 61 + accepted))
+        guessed = [*said[:accepted], *[90] * (3 - accepted)]
+        computed = FakeRequest(rid, [*request.all_token_ids, *guessed], 40, "")
+        world._write(computed, start, start + 4, [list(group) for group in world.tables[rid]])
+        world.retire.step_ended(step, whole(step.retire_plan))
+        assert world.published[rid] <= start + 1 == request.num_tokens
+        request.all_token_ids += said
+        request.num_computed_tokens = start + 1 + accepted
+    scope.supersede()
+    assert world.one("receipt")["frontier_tokens"] == start + 1
+
+
 # -- windows ----------------------------------------------------------------------------------------------------------
 
 

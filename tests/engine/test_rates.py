@@ -38,6 +38,14 @@ def test_steps_with_drafts_are_decode_steps_and_short_tails_are_neither() -> Non
     assert rates.least_rows == 10
 
 
+@pytest.mark.parametrize(("took_ns", "long"), [(9, False), (10, True)])
+def test_a_step_that_verifies_many_drafts_is_measured_as_a_decode_step(took_ns: int, *, long: bool) -> None:
+    rates = Rates(0, None, long_ns=10, drafts=15)
+    rates.ran(4 * 16, 4, took_ns)
+    assert (rates.decode_ns, rates.ns_per_token) == (took_ns, None)
+    assert rates.is_long(2 * 16, 2) is long
+
+
 def test_one_odd_step_moves_the_mean_by_a_fifth() -> None:
     rates = Rates(0, None, long_ns=0)
     rates.ran(100, 1, 1000)

@@ -15,7 +15,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from retire.core.types import RequestId
-from retire.engine.trim import Arguments, DecoderLoop, RunningPass, can_cut
+from retire.engine.trim import Arguments, DecoderLoop, RunningPass, can_cut, draft_batch, target_batch
 
 HIDDEN, LAYERS = 24, 4
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
@@ -156,7 +156,7 @@ class Step:
     def cutting(self, loop: DecoderLoop, at: dict[int, dict[RequestId, int]]) -> Iterator[RunningPass]:
         """Keep these leading rows from these layers on."""
         with override_forward_context(self.context):
-            running = RunningPass(self.runner, loop, self.rows)
+            running = RunningPass(target_batch(self.runner), loop, self.rows)
 
             def before(layer: int, arguments: Arguments) -> Arguments | None:
                 if layer in at:
@@ -354,6 +354,42 @@ def test_a_model_that_nobody_has_watched_is_not_known() -> None:
 def test_what_no_pass_is_cut_for(change: Callable[[Step], None], reason: str) -> None:
     step = Step(Model(), COUNTS)
     with override_forward_context(step.context):
-        assert can_cut(step.runner) is None
+        assert can_cut(step.runner, target_batch(step.runner)) is None
         change(step)
-        assert reason in (can_cut(step.runner) or "")
+        assert reason in (can_cut(step.runner, target_batch(step.runner)) or "")
+
+
+# -- a draft model's pass over the same rows ---------------------------------------------------------------------------
+
+BEHIND = 2  # rows that a draft model computes behind each request's
+
+
+def drafting(counts: dict[RequestId, int]) -> Step:
+    """A draft model's pass; the runner still says what the target's was."""
+    step = Step(Model(), {rid: count + BEHIND for rid, count in counts.items()})
+    starts = torch.tensor([0, *torch.tensor(list(counts.values())).cumsum(0).tolist()], dtype=torch.int32)
+    groups = [group for groups in step.runner.attn_groups for group in groups]
+    drafter = SimpleNamespace(net_num_new_slots_per_request=BEHIND, draft_attn_groups=groups)
+    step.runner.query_start_loc, step.runner.drafter = SimpleNamespace(cpu=starts), drafter
+    return step
+
+
+def test_a_draft_models_pass_has_more_rows_and_can_be_cut_as_well() -> None:
+    step = drafting(COUNTS)
+    loop, whole = step.understood(), step.run()
+    with override_forward_context(step.context):
+        assert "cuts requests" in (can_cut(step.runner, target_batch(step.runner)) or "")
+        assert can_cut(step.runner, draft_batch(step.runner)) is None
+        running = RunningPass(draft_batch(step.runner), loop, step.rows)
+
+        def before(layer: int, arguments: Arguments) -> Arguments | None:
+            if layer == 0:
+                running.keep({A: 3})
+            return running.rest_of(arguments)
+
+        with loop.before_each(before):
+            output = running.whole(step.model(step.hidden.clone(), step.positions))
+    assert torch.equal(output[:3], whole[:3])
+    first = COUNTS[A] + BEHIND
+    assert not output[3:first].any()
+    assert torch.equal(output[first : step.rows - 2], whole[first : step.rows - 2]), "all rows of the others"

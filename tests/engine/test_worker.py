@@ -11,7 +11,7 @@ import pytest
 from retire.authority.table import AuthorityTable
 from retire.core.fence import Choice
 from retire.core.types import RequestId, Ticket
-from retire.engine.plan import PlannedRows, StepPlan
+from retire.engine.plan import Phase, PlannedRows, Receipt, StepPlan
 from retire.engine.worker import FINE_NS, StepFenced, StepGuard
 
 KEY = 77
@@ -149,7 +149,7 @@ def test_rows_of_others_go_on_until_they_are_obsolete_too(table: AuthorityTable)
     assert made.kept == []
     one.advance()
     guard.layer_point(1)
-    assert made.kept == [{names[0]: 0, names[1]: 0, names[2]: END - START}]
+    assert made.kept == [{names[0]: 0, names[1]: 0}]
     table.lower(tickets[2], 0)
     with pytest.raises(StepFenced):
         guard.layer_point(2)
@@ -441,3 +441,141 @@ def test_the_inside_of_a_layer_is_asked_once_layers_take_long(table: AuthorityTa
     assert guard.fine, "a short interval inside the layer says nothing about the layer"
     guard.disarm()
     assert not guard.fine
+
+
+# -- a draft model's pass behind the target's ---------------------------------------------------------------------
+
+
+def drafting(guard: StepGuard, *, cuttable: bool = True) -> Pass:
+    """The target's pass of a step is over, the draft model's begins."""
+    guard.disarm()
+    made = Pass()
+    guard.arm(LAYERS, made if cuttable else None, Phase.DRAFT)
+    return made
+
+
+def ended(guard: StepGuard) -> Receipt:
+    receipt = guard.end()
+    assert receipt is not None
+    return receipt
+
+
+def test_the_draft_models_pass_begins_with_the_rows_that_the_targets_ended_with(table: AuthorityTable) -> None:
+    one, two = Scope(table, 1), Scope(table, 2)
+    tickets = one.ticket(), two.ticket()
+    guard, _ = running(table, plan(*(rows(ticket) for ticket in tickets)))
+    one.advance()
+    table.lower(tickets[0], START + UNIT)
+    guard.layer_point(1)
+    made = drafting(guard)
+    guard.layer_point(0)
+    guard.layer_point(1)
+    assert made.kept == [{RequestId(f"r{tickets[0].row}"): UNIT}], "the other has all, and those that are drafted from"
+    receipt = ended(guard)
+    assert receipt.ends == (START + UNIT, END)
+    assert [cut.phase for cut in receipt.cuts] == [Phase.TARGET]
+
+
+@pytest.mark.parametrize("useful", [0, UNIT])
+def test_rows_that_lose_their_use_while_a_draft_model_computes_them_go_there(
+    table: AuthorityTable, useful: int
+) -> None:
+    scope = Scope(table)
+    ticket = scope.ticket()
+    guard, _ = running(table, plan(rows(ticket)))
+    guard.layer_point(0)
+    made = drafting(guard)
+    guard.layer_point(0)
+    table.lower(ticket, START + useful)
+    scope.advance()
+    if useful:
+        guard.layer_point(2)
+        assert made.kept == [{RequestId(f"r{ticket.row}"): useful}]
+    else:
+        with pytest.raises(StepFenced):
+            guard.layer_point(2)
+    receipt = ended(guard)
+    (cut,) = receipt.cuts
+    assert (cut.phase, cut.layer) == (Phase.DRAFT, LAYERS + 2)
+    assert receipt.ends == (START + useful,), "what the draft model's layers lack is not complete"
+    assert receipt.stopped is (useful == 0)
+
+
+def test_stopping_in_the_draft_models_pass_costs_the_targets_layers_too(table: AuthorityTable) -> None:
+    scope = Scope(table)
+    ticket = scope.ticket()
+    guard, _ = running(table, plan(rows(ticket)), cuttable=False)
+    guard.attention_point("layer 0")
+    drafting(guard, cuttable=False)
+    guard.attention_point("draft layer 0")
+    table.lower(ticket, START + UNIT)
+    scope.advance()
+    guard.attention_point("draft layer 1")
+    (cut,) = ended(guard).cuts
+    assert cut.cost == {Choice.KEEP: 64 * (LAYERS - 1), Choice.STOP: UNIT * 2 * LAYERS}
+    assert cut.choice is Choice.KEEP
+
+
+def test_a_step_that_nobody_drafted_for_leaves_holes_in_the_draft_models_layers(table: AuthorityTable) -> None:
+    guard, made = StepGuard(table), plan(rows(Scope(table).ticket()))
+    for drafted, end in ((False, START), (True, END)):
+        guard.begin(made, drafts=True)
+        if drafted:
+            guard.drafted()
+        assert ended(guard).ends == (end,)
+
+
+def test_guesses_that_nobody_will_verify_are_not_made(table: AuthorityTable) -> None:
+    one, two = Scope(table, 1), Scope(table, 2)
+    tickets = one.ticket(), two.ticket()
+    guard, _ = running(table, plan(*(rows(ticket) for ticket in tickets)))
+    drafting(guard)
+    one.advance()
+    table.lower(tickets[0], START + UNIT)
+    guard.layer_point(0)
+    guard.guess_point()
+    two.cancel()
+    table.lower(tickets[1], END)
+    with pytest.raises(StepFenced):
+        guard.guess_point()
+    receipt = ended(guard)
+    assert (receipt.stopped, receipt.phase) == (True, Phase.DRAFT)
+    assert receipt.ends == (START + UNIT, END), "every row of the step was written before the first guess"
+    assert [(cut.request, cut.choice) for cut in receipt.cuts] == [(RequestId(f"r{tickets[0].row}"), Choice.TRIM)]
+    assert receipt.phase_of(RequestId(f"r{tickets[1].row}")) is Phase.DRAFT
+
+
+def test_guesses_beside_rows_without_a_scope_are_made(table: AuthorityTable) -> None:
+    scope = Scope(table)
+    guard, _ = running(table, plan(rows(scope.ticket()), foreign=1))
+    scope.advance()
+    guard.guess_point()
+    assert not guard.armed
+    assert not guard.fine
+
+
+def test_a_draft_models_pass_that_starts_again_has_the_rows_that_the_target_left(table: AuthorityTable) -> None:
+    scope = Scope(table)
+    ticket = scope.ticket()
+    guard, _ = running(table, plan(rows(ticket, 0, 4 * UNIT)))
+    scope.advance()
+    table.lower(ticket, 3 * UNIT)
+    guard.layer_point(1)
+    drafting(guard)
+    table.lower(ticket, UNIT)
+    guard.layer_point(1)
+    guard.uncut()
+    receipt = ended(guard)
+    assert receipt.ends == (3 * UNIT,)
+    assert len(receipt.cuts) == 1
+
+
+def test_a_limit_is_waited_for_across_both_passes(table: AuthorityTable) -> None:
+    scope = Scope(table)
+    guard, _ = running(table, plan(rows(scope.ticket())), patience=2)
+    scope.advance()
+    guard.layer_point(LAYERS - 1)
+    drafting(guard)
+    guard.layer_point(0)
+    with pytest.raises(StepFenced):
+        guard.layer_point(1)

@@ -397,6 +397,7 @@ def config(**changes: object) -> SimpleNamespace:
         "cache_config.enable_prefix_caching": True,
         "model_config.is_hybrid": False,
         "model_config.is_attention_free": False,
+        "model_config.max_model_len": 8192,
         "scheduler_config.async_scheduling": False,
         "kv_transfer_config": None,
         "speculative_config": None,
@@ -411,6 +412,18 @@ def config(**changes: object) -> SimpleNamespace:
 
 
 SOMEBODYS_CONNECTOR = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_module_path=None)
+
+
+def speculation(method: str, draft_tokens: int = 8192) -> SimpleNamespace:
+    draft_model = SimpleNamespace(max_model_len=draft_tokens)
+    return SimpleNamespace(method=method, draft_model_config=draft_model, use_eagle=lambda: method == "eagle3")
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_speculation_that_is_fenced_is_served(method: str) -> None:
+    from retire.engine.configuration import refusals
+
+    assert refusals(config(speculative_config=speculation(method)), api_processes=1) == []
 
 
 def test_a_plain_configuration_is_served() -> None:
@@ -432,7 +445,9 @@ def test_a_plain_configuration_is_served() -> None:
         ("model_config.is_attention_free", True, "Mamba"),
         ("cache_config.enable_prefix_caching", False, "--no-enable-prefix-caching"),
         ("scheduler_config.async_scheduling", True, "--no-async-scheduling"),
-        ("speculative_config", SimpleNamespace(use_eagle=lambda: True), "EAGLE"),
+        ("speculative_config", speculation("eagle3"), "EAGLE"),
+        ("speculative_config", speculation("suffix"), "ngram and draft_model"),
+        ("speculative_config", speculation("draft_model", draft_tokens=4096), "shorter than --max-model-len"),
         ("use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER"),
     ],
 )
