@@ -18,10 +18,11 @@ from harness.correctness import Correctness
 from harness.experiment import Experiment, Result
 from harness.inheritance import Inheritance
 from harness.manifest import manifest
+from harness.publication import Publication
 from harness.server import ServerFailed
 from harness.tenants import Tenants
 
-EXPERIMENTS: tuple[Experiment, ...] = (Churn(), Correctness(), Inheritance(), Tenants())
+EXPERIMENTS: tuple[Experiment, ...] = (Churn(), Correctness(), Inheritance(), Publication(), Tenants())
 
 
 def main(argv: Sequence[str] | None = None, experiments: Iterable[Experiment] = EXPERIMENTS) -> int:

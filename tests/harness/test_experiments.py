@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from socket import create_server
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,9 @@ from harness.client import Frame, Reply
 from harness.correctness import ANSWER_TOKENS, Arm, Config, Correctness, Measured, Mode, Said
 from harness.faults import EXTENSION, PageFaults
 from harness.inheritance import Inheritance
+from harness.publication import ARMS, Consumer, Publication, RawReader, Trial, bound_frames, event_bytes
+from harness.publication import Arm as Interrupted
+from harness.session import Session
 from harness.statistics import Verdict
 from harness.workload import diverging
 
@@ -148,3 +153,106 @@ def test_a_reply_tells_tokens_log_probabilities_and_what_was_cached():
     assert reply.cached_tokens == 128
     assert Said.by(reply) == Said((5, 6), (-1.0, -2.0))
     assert not Said.by(reply).whole
+
+
+def told(*tokens, text="x", **more):
+    return {"id": "cmpl-1", "choices": [{"text": text, "token_ids": list(tokens)}], **more}
+
+
+def test_stale_is_what_was_taken_after_the_acceptance_and_carried_tokens():
+    frames = [Frame(at, 1, "", told(*tokens)) for at, tokens in ((1.0, [5]), (2.0, [6]), (2.1, [7, 8]), (2.2, []))]
+    found = Interrupted(frames, accepted_at=2.0, successor=(), published=4)
+    assert found.figures == {"stale_frames": 1, "stale_tokens": 2, "taken_tokens": 4, "published_tokens": 4}
+
+
+def test_the_bound_counts_the_write_the_buffers_and_one_frame_that_had_begun():
+    backlog = {"frames_in_transport": 1, "bytes_in_send_buffer": 1000}
+    assert bound_frames(backlog, reader_bytes=99, frame_bytes=100) == 1 + 10 + 1
+    assert bound_frames(backlog, reader_bytes=100, frame_bytes=100) == 1 + 11 + 1
+
+
+def figures(stale):
+    return {"stale_frames": stale, "stale_tokens": stale, "taken_tokens": 20, "published_tokens": 30}
+
+
+def published(bound=12, **stale):
+    session = Session.__new__(Session)
+    session.checks, session.seal = {"equal": True}, {"pins": "abc"}
+    counts = {"native_abort": (9, 1), "native_close": (2, 0), "retire_raw": (3, 7), "retire_client": (0, 0)} | stale
+    trials = [Trial(pace_s, {arm: figures(counts[arm][n]) for arm in ARMS}) for n, pace_s in enumerate((None, 0.0))]
+    return Publication()._result(session, trials, planned=2, bound=bound)
+
+
+def test_publication_adds_up_tokens_and_takes_the_worst_backlog():
+    found = published()
+    assert found.correct
+    wanted = {
+        "trials": 2,
+        "native_stale_tokens": 10,
+        "retire_raw_stale_frames_max": 7,
+        "client_stale_tokens": 0,
+        "stated_bound_frames": 12,
+    }
+    assert found.summary.items() >= wanted.items()
+    assert list(found.summary)[:5] == list(wanted)
+    assert found.summary["client_dropped_tokens"] == 20
+    assert found.summary["native_stale_tokens_by_pace"] == {"None": [9], "1.0": [], "0.1": [], "0.0": [1]}
+    assert {target.verdict for target in found.targets} == {Verdict.REACHED}
+    json.dumps(found.document({}))
+
+
+@pytest.mark.parametrize(
+    ("stale", "check"),
+    [
+        ({"retire_raw": (3, 13)}, "raw_backlog_within_the_stated_bound"),
+        ({"retire_client": (0, 1)}, "nothing_old_through_the_client"),
+    ],
+)
+def test_one_frame_too_many_makes_the_run_incorrect(stale, check):
+    found = published(**stale)
+    assert [name for name, holds in found.checks.items() if not holds] == [check]
+    assert [target.verdict for target in found.targets].count(Verdict.NOT_REACHED) == 1
+
+
+def test_without_a_trial_that_counts_no_claim_of_publication_holds():
+    session = SimpleNamespace(checks={}, seal={}, check=lambda _name, holds: holds)
+    found = Publication()._result(session, [], planned=4, bound=12)
+    assert found.summary["retire_raw_stale_frames_max"] is None
+    assert {target.verdict for target in found.targets} == {Verdict.NOT_REACHED}
+
+
+def test_a_consumer_takes_one_frame_and_waits_until_it_is_told_to_hurry():
+    consumer = Consumer(iter([told(), told(5), told(6), told(7)]), None)
+    consumer.wait_for_token()
+    assert len(consumer.frames) == 2, "what carries no token is not waited after"
+    assert [frame.token_ids for frame in consumer.finish()] == [[], [5], [6], [7]]
+
+
+def test_what_ends_a_stream_ends_the_wait_for_it():
+    def broken():
+        yield told(5)
+        raise ConnectionError("gone")
+
+    consumer = Consumer(broken(), 0.0)
+    consumer.wait_for_token()
+    with pytest.raises(ConnectionError):
+        consumer.finish()
+
+
+def test_a_raw_reader_finds_the_frames_between_the_chunks_of_http_and_leaves_the_rest_unread():
+    bodies = [told(n, text="line\n\nbreak" * n) for n in range(40)]
+    events = [b"data: " + json.dumps(body).encode() + b"\n\n" for body in bodies] + [b"data: [DONE]\n\n"]
+    stream = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    stream += b"".join(b"%x\r\n%s\r\n" % (len(event), event) for event in events)
+    with create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(stream)
+                connection.recv(1 << 16)  # until the reader is gone
+
+        Thread(target=answer, daemon=True).start()
+        reader = RawReader(f"http://127.0.0.1:{listening.getsockname()[1]}", {}, {})
+        assert list(reader.bodies()) == bodies
+    assert event_bytes(bodies[0]) < len(events[0]), "compact, as the server says it"
