@@ -61,7 +61,7 @@ from retire.client import ScopeClient
 BLOCK, SHARED, TAIL = 64, 128, 32
 OLD_TOKENS, ANSWER_TOKENS = 4000, 16
 PACES_S = (None, 1.0, 0.1, 0.0)  # between two frames; None: for good
-STEPS = (120, 200)  # of lag; the shortest is more than the stated bound lets through
+STEPS = (110, 150)  # of lag; the shortest is more than the stated bound lets through
 RECEIVE_BUFFER, READ_BYTES = 4096, 256
 ABORT = "/inference/v1/abort_requests"
 PATH = "/v1/completions"
@@ -112,9 +112,11 @@ class Consumer:
 
     def _run(self) -> None:
         try:
-            self._reading.set_result(self._read())
+            self._read()
         except BaseException as error:  # noqa: BLE001 - whoever waits for the end gets it
             self._reading.set_exception(error)
+        else:
+            self._reading.set_result(None)
 
     def _read(self) -> None:
         for body in self._bodies:
@@ -138,22 +140,22 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Arm:
-    """What one arm showed.  `published`: how many tokens of the old version the server says it has let out."""
+    """What one arm showed.  `published`: how many tokens of the old version RETIRE says it has let out."""
 
     old: Sequence[Frame]
     accepted_at: float
     successor: Sequence[int]
-    published: int = 0
+    published: int | None = None
 
     @property
     def figures(self) -> dict[str, int]:
-        """Stale frames and tokens, and how many tokens were taken in all."""
+        """Stale frames and tokens, how many tokens were taken in all, and how many were let out."""
         stale = [frame for frame in self.old if frame.token_ids and frame.at > self.accepted_at]
         return {
             "stale_frames": len(stale),
             "stale_tokens": sum(len(frame.token_ids) for frame in stale),
             "taken_tokens": self.taken,
-            "published_tokens": self.published,
+            **({} if self.published is None else {"published_tokens": self.published}),
         }
 
     @property
@@ -169,7 +171,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Trial:
-    """`figures`: per arm."""
+    """A trial that counts.  `figures`: per arm."""
 
     pace_s: float | None
     figures: Mapping[str, Mapping[str, int]]
@@ -199,14 +201,15 @@ class Publication:
         )
         found: list[Trial] = []
         with serving(self.model, flags) as session:
-            bench = _Bench(session)
-            bound = bench.stated_bound()
+            frame_bytes, bound = stated_bound(session)
+            note(f"  stated: at most {bound} frames of {frame_bytes} bytes or more")
             for number, pace_s in enumerate(paces):
+                trial = _Trial(session, pace_s, draw.randrange(*STEPS), frame_bytes, seed=1 + number)
                 turn = number % len(ARMS)
-                figures, counts = bench.trial(1 + number, pace_s, draw.randrange(*STEPS), ARMS[turn:] + ARMS[:turn])
+                figures = trial.run(ARMS[turn:] + ARMS[:turn])
                 told = ", ".join(f"{arm} {figures[arm]['stale_tokens']}" for arm in ARMS)
                 note(f"  {number + 1}/{planned}, pace {pace_s} s: stale tokens {told}")
-                if counts:
+                if trial.counts:
                     found.append(Trial(pace_s, figures))
         return self._result(session, found, planned, bound)
 
@@ -250,10 +253,10 @@ class Publication:
         )
 
     def _cell(self, pace_s: float | None, among: Sequence[Trial]) -> Cell:
-        metrics = among[0].figures[ARMS[0]] if among else ()
+        metrics = {arm: among[0].figures[arm] if among else () for arm in ARMS}
         return Cell(
             {"bench": self.name, "pace_s": pace_s},
-            {arm: {metric: [trial.figures[arm][metric] for trial in among] for metric in metrics} for arm in ARMS},
+            {arm: {metric: [trial.figures[arm][metric] for trial in among] for metric in metrics[arm]} for arm in ARMS},
         )
 
 
@@ -275,66 +278,61 @@ def bound_frames(backlog: Mapping[str, int], reader_bytes: int, frame_bytes: int
     return backlog["frames_in_transport"] + (backlog["bytes_in_send_buffer"] + reader_bytes) // frame_bytes + 1
 
 
-class _Bench:
-    """The arms on one server."""
+def stated_bound(session: Session) -> tuple[int, int]:
+    """The size of a frame without content, and how many frames `retire_raw` may get; both before any trial."""
+    body = completion(session.model, [1], 4, return_token_ids=True)
+    reader = RawReader(session.url, body, {"X-Retire-Scope": fresh_scope()})
+    _, said, *_ = [frame.body for frame in Consumer(reader.bodies(), 0.0).finish() if frame.token_ids]
+    frame_bytes = event_bytes({**said, "choices": [{**said["choices"][0], "text": "", "token_ids": [0]}]})
+    return frame_bytes, bound_frames(session.stated_backlog(), reader.holds_bytes, frame_bytes)
 
-    def __init__(self, session: Session) -> None:
+
+class _Trial:
+    """The arms on one pair of texts.  `counts`: whether every check of it has passed."""
+
+    def __init__(self, session: Session, pace_s: float | None, steps: int, frame_bytes: int, seed: int) -> None:
         self._session = session
-        self._frame_bytes = 0
+        self._pace_s, self._steps, self._frame_bytes = pace_s, steps, frame_bytes
+        self._old_ids, self._new_ids = diverging(session.url, session.model, SHARED, TAIL, seed)
+        self._other_ids = passage(session.url, session.model, TAIL, 10_000 + seed)
+        self.counts = True
 
-    def stated_bound(self) -> int:
-        """Before any trial: from what the server states, this side's buffers, and a frame without content."""
-        body = completion(self._session.model, [1], 4, return_token_ids=True)
-        reader = RawReader(self._session.url, body, {"X-Retire-Scope": fresh_scope()})
-        said = [frame.body for frame in Consumer(reader.bodies(), 0.0).finish() if frame.token_ids]
-        silent = {**said[1], "choices": [{**said[1]["choices"][0], "text": "", "token_ids": [0]}]}
-        self._frame_bytes = event_bytes(silent)
-        bound = bound_frames(self._session.stated_backlog(), reader.holds_bytes, self._frame_bytes)
-        note(f"  stated: at most {bound} frames of {self._frame_bytes} bytes or more")
-        return bound
-
-    def trial(
-        self, seed: int, pace_s: float | None, steps: int, order: Sequence[str]
-    ) -> tuple[dict[str, dict[str, int]], bool]:
-        """All arms on the same texts, in that order: their figures, and whether they count."""
-        session = self._session
-        old_ids, new_ids = diverging(session.url, session.model, SHARED, TAIL, seed)
-        lag_ids = passage(session.url, session.model, TAIL, 10_000 + seed)
-        self._pace_s = pace_s
-        self._new_ids = new_ids
-        self._lag = lambda: complete(session.url, completion(session.model, lag_ids, steps, cache_salt=fresh_salt()))
-        clean = session.stream(new_ids, ANSWER_TOKENS, fresh_salt()).wait().token_ids
+    def run(self, order: Sequence[str]) -> dict[str, dict[str, int]]:
+        """The arms in that order; per arm what it showed."""
         arms = {
             "native_abort": self._native_abort,
             "native_close": self._native_close,
             "retire_raw": self._retire_raw,
             "retire_client": self._retire_client,
         }
-        found = {}
-        for arm in order:
-            salt = fresh_salt()
-            body = completion(session.model, old_ids, OLD_TOKENS, cache_salt=salt, return_token_ids=True)
-            found[arm] = arms[arm](body, salt)
+        clean = self._session.stream(self._new_ids, ANSWER_TOKENS, fresh_salt()).wait().token_ids
+        found = {arm: self._interrupted(arms[arm]) for arm in order}
         raw, native = found["retire_raw"], found["native_abort"]
+        sizes = [event_bytes(frame.body) for frame in raw.old if frame.token_ids]
         claims = {
             "every_successor_is_whole": all(len(one.successor) == ANSWER_TOKENS for one in found.values()),
-            "successors_equal_the_clean_run": all(list(one.successor) == clean for one in found.values()),
+            "successors_equal_the_clean_run": all(one.successor == clean for one in found.values()),
             "interrupted_while_decoding": all(0 < one.taken < OLD_TOKENS for one in found.values()),
             "vllm_has_aborted": native.last["choices"][0]["finish_reason"] == "abort",
             "the_superseded_stream_says_so": raw.last["retire"].get("superseded_by") == 2,
             "raw_reader_gets_what_was_published": raw.taken == raw.published,
-            "no_frame_smaller_than_stated": all(
-                event_bytes(frame.body) >= self._frame_bytes for frame in raw.old if frame.token_ids
-            ),
+            "no_frame_smaller_than_stated": min(sizes, default=0) >= self._frame_bytes,
         }
-        counts = [session.check(name, holds) for name, holds in claims.items()]
-        return {arm: one.figures for arm, one in found.items()}, all(counts)
+        for name, holds in claims.items():
+            self.counts &= self._session.check(name, holds)
+        return {arm: one.figures for arm, one in found.items()}
+
+    def _interrupted(self, arm: Callable[[Body, str], Arm]) -> Arm:
+        salt = fresh_salt()
+        asked = {"cache_salt": salt, "return_token_ids": True}
+        return arm(completion(self._session.model, self._old_ids, OLD_TOKENS, **asked), salt)
 
     def _consume(self, bodies: Iterator[Body]) -> Consumer:
         """A consumer that lags behind by as much as its pace lets it."""
         consumer = Consumer(bodies, self._pace_s)
         consumer.wait_for_token()
-        self._lag()
+        other = completion(self._session.model, self._other_ids, self._steps, cache_salt=fresh_salt())
+        complete(self._session.url, other)
         return consumer
 
     def _native(self, consumer: Consumer, abort: Callable[[], object], salt: str) -> Arm:
@@ -370,7 +368,7 @@ class _Bench:
             new = client.supersede(answer)
             accepted_at = time.monotonic()
             old = consumer.finish()
-            successor = [token for chunk in new for choice in chunk["choices"] for token in choice["token_ids"] or ()]
+            successor = [token for chunk in new for choice in chunk["choices"] for token in choice["token_ids"] or []]
             known = http.get(f"{session.url}/scopes/{client.scope}").raise_for_status().json()
         return Arm(old, accepted_at, successor, self._published(f"/transitions/{known['transition']}"))
 

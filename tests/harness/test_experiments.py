@@ -161,8 +161,8 @@ def told(*tokens, text="x", **more):
 
 def test_stale_is_what_was_taken_after_the_acceptance_and_carried_tokens():
     frames = [Frame(at, 1, "", told(*tokens)) for at, tokens in ((1.0, [5]), (2.0, [6]), (2.1, [7, 8]), (2.2, []))]
-    found = Interrupted(frames, accepted_at=2.0, successor=(), published=4)
-    assert found.figures == {"stale_frames": 1, "stale_tokens": 2, "taken_tokens": 4, "published_tokens": 4}
+    found = Interrupted(frames, accepted_at=2.0, successor=())
+    assert found.figures == {"stale_frames": 1, "stale_tokens": 2, "taken_tokens": 4}
 
 
 def test_the_bound_counts_the_write_the_buffers_and_one_frame_that_had_begun():
