@@ -95,7 +95,7 @@ class RawReader:
                 held += data
                 while b"\n\n" in held:  # no chunk of HTTP ends inside a frame, and no frame has it inside
                     event, _, held = held.partition(b"\n\n")
-                    told = event.rpartition(b"data: ")[2]
+                    told = event.partition(b"data: ")[2]
                     if told == b"[DONE]":
                         return
                     yield json.loads(told)

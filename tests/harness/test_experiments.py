@@ -240,7 +240,7 @@ def test_what_ends_a_stream_ends_the_wait_for_it():
 
 
 def test_a_raw_reader_finds_the_frames_between_the_chunks_of_http_and_leaves_the_rest_unread():
-    bodies = [told(n, text="line\n\nbreak" * n) for n in range(40)]
+    bodies = [told(n, text="data: line\n\nbreak" * n) for n in range(40)]
     events = [b"data: " + json.dumps(body).encode() + b"\n\n" for body in bodies] + [b"data: [DONE]\n\n"]
     stream = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     stream += b"".join(b"%x\r\n%s\r\n" % (len(event), event) for event in events)
