@@ -74,6 +74,11 @@ class Session:
         found: dict[str, Any] = answer.raise_for_status().json()["results"][0]
         return found
 
+    def stated_backlog(self) -> dict[str, int]:
+        """What of a scoped stream the server says may lie behind its last gate."""
+        stated: dict[str, int] = self._status()["stated_backlog"]
+        return stated
+
     def pool_usage(self) -> float:
         """The share of KV blocks that somebody references, after a step that nobody else was in."""
         complete(self.url, completion(self.model, [1], 1), **bearer(self.key))  # vLLM counts at the end of a step

@@ -4,7 +4,7 @@ Owns: who is asking, admission of scoped requests, the last compare before a fra
 stream.  Must not know: scheduling, KV.
 Strategy: the last gate is `Stream._publish`: drain the transport, compare the ticket, write, with no await between the
 compare and the write (invariant 1).  What lies behind it is bounded for streams: the transport keeps no more than the
-frame that filled it, the socket's send buffer has a fixed size (under TLS asyncio keeps a buffer of its own besides).
+frame that filled it, the socket no more than its outlet lets in (under TLS asyncio keeps a buffer of its own besides).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Literal
 
@@ -29,6 +28,7 @@ from retire.core.errors import (
 from retire.core.types import EPOCH_MAX, Epoch, ScopeId, TenantId, Ticket
 from retire.server import metrics
 from retire.server.frames import CHOICES_MAX, Count, Frames, dumps
+from retire.server.outlet import Outlet
 from retire.server.prompts import told_prompt
 from retire.server.requests import (
     contract_from_header,
@@ -478,6 +478,7 @@ class Stream:
         self._complete = False
         self._start: Message | None = None
         self._started = False
+        self._outlet: Outlet | None = None
         self._buffer: list[bytes] = []
         self._prompts: list[list[int]] = []
         self._compared_with = Epoch(0)
@@ -602,7 +603,7 @@ class Stream:
         transport.set_write_buffer_limits(high=0)
         sock = transport.get_extra_info("socket")
         if sock is not None and self._streaming:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._service.settings.backlog_bytes)
+            self._outlet = Outlet(sock, self._service.settings.backlog_bytes)
 
     # -- the application's side -----------------------------------------------------------------------------------
 
@@ -696,7 +697,7 @@ class Stream:
     async def _publish(self, messages: list[Message], counts: list[Count]) -> None:
         """Write the frame if its epoch is current when it is written."""
         for message in messages:
-            await self._drain()
+            await self._room()
             if self._closed:
                 return
             if not self._service.authority.current(self._ticket):
@@ -710,6 +711,12 @@ class Stream:
         self._complete = messages[-1]["type"] == "http.response.body" and not messages[-1].get("more_body", False)
         if self._record is not None and counts and self._record.first_frame_ns is None:
             self._record.first_frame_ns = now_ns()
+
+    async def _room(self) -> None:
+        await self._drain()
+        while self._outlet is not None and not self._cycle.disconnected and not self._outlet.open():
+            await self._outlet.wait()
+            await self._drain()
 
     async def _drain(self) -> None:
         while self._cycle.flow.write_paused and not self._cycle.disconnected:

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from retire.authority.store import Authority, ScopeView
 from retire.core.errors import EngineError, NotFound, OverLimit, Unsupported
 from retire.core.types import Contract, Epoch, Inherit, ScopeId, Stage, TenantId, TransitionId
-from retire.server import metrics
+from retire.server import metrics, outlet
 from retire.server.transitions import Transition, Transitions, now_ns
 from retire.settings import Settings
 from retire.tenants import Registry
@@ -338,11 +338,9 @@ class Service:
         self._tell({"kind": "abandoned", "tenant": record.tenant, "scope": record.scope, "transition": record.id})
 
     def stated_backlog(self) -> dict[str, int]:
-        """What of a scoped stream may lie behind the last gate on this host.
-
-        Frames in the transport, bytes in the socket's send buffer (the kernel doubles what is asked for).
-        """
-        return {"frames_in_transport": 1, "bytes_in_send_buffer": 2 * self.settings.backlog_bytes}
+        """What of a scoped stream may lie behind the last gate on this host: so many frames, and so many bytes."""
+        bytes_held = outlet.stated_bytes(self.settings.backlog_bytes)
+        return {"frames_in_transport": 1, "bytes_in_send_buffer": bytes_held}
 
     async def engine_status(self, tenant: TenantId) -> dict[str, dict[str, int]]:
         """`engine`: what it holds for the tenant's scopes right now; `tier`: what host memory holds and has done."""

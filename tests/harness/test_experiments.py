@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+from socket import create_server
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from harness.client import Frame, Reply, says_the_same
-from harness.composition import FULL, Composition, Revision, _Grid
-from harness.composition import Arm as ComposedArm
+from harness.client import Frame, Reply
 from harness.correctness import ANSWER_TOKENS, Arm, Config, Correctness, Measured, Mode, Said
 from harness.faults import EXTENSION, PageFaults
 from harness.inheritance import Inheritance
-from harness.retirement import PATHS, TAILS, Trial
-from harness.retirement import Arm as RetiredArm
-from harness.retirement import _result as retired
+from harness.publication import ARMS, Consumer, Publication, RawReader, Trial, bound_frames, event_bytes
+from harness.publication import Arm as Interrupted
+from harness.session import Session
 from harness.statistics import Verdict
 from harness.workload import diverging
 
@@ -155,78 +155,104 @@ def test_a_reply_tells_tokens_log_probabilities_and_what_was_cached():
     assert not Said.by(reply).whole
 
 
-def said(*tokens, alternatives=()):
-    places = [{"tokens": [t], "token_logprobs": [lp], "top_logprobs": [dict(alternatives)]} for t, lp in tokens]
-    return Reply(frames=[Frame(1.0, None, "", {"choices": [{"logprobs": place}]}) for place in places])
+def told(*tokens, text="x", **more):
+    return {"id": "cmpl-1", "choices": [{"text": text, "token_ids": list(tokens)}], **more}
 
 
-def test_answers_may_part_at_a_near_tie_and_nowhere_else():
-    reference = said(("a", -0.5), ("b", -0.9), alternatives=[("b", -0.9), ("c", -1.0), ("d", -2.0)])
-    assert says_the_same(reference, reference)
-    assert says_the_same(reference, said(("a", -0.5), ("c", -0.95)))
-    assert not says_the_same(reference, said(("a", -0.5), ("d", -1.0)))
-    assert not says_the_same(reference, said(("a", -0.5), ("e", -1.0)))
-    assert not says_the_same(reference, said(("a", -0.5)))
-    assert not says_the_same(said(), said())
+def test_stale_is_what_was_taken_after_the_acceptance_and_carried_tokens():
+    frames = [Frame(at, 1, "", told(*tokens)) for at, tokens in ((1.0, [5]), (2.0, [6]), (2.1, [7, 8]), (2.2, []))]
+    found = Interrupted(frames, accepted_at=2.0, successor=())
+    assert found.figures == {"stale_frames": 1, "stale_tokens": 2, "taken_tokens": 4}
 
 
-def composed(**ttft_ms):
-    return {arm: ComposedArm(ms, Reply(), None) for arm, ms in ttft_ms.items()}
+def test_the_bound_counts_the_write_the_buffers_and_one_frame_that_had_begun():
+    backlog = {"frames_in_transport": 1, "bytes_in_send_buffer": 1000}
+    assert bound_frames(backlog, reader_bytes=99, frame_bytes=100) == 1 + 10 + 1
+    assert bound_frames(backlog, reader_bytes=100, frame_bytes=100) == 1 + 11 + 1
 
 
-def grid(trials):
-    found = _Grid(None, list(trials))
-    found._screened = trials
-    return found
+def figures(stale):
+    return {"stale_frames": stale, "stale_tokens": stale, "taken_tokens": 20, "published_tokens": 30}
 
 
-def test_a_cell_fails_only_when_its_interval_is_above_the_bound_and_none_is_dropped():
-    revisions = [Revision(2048, 512, 1, share, 0.5) for share in (0.1, 0.4, 0.7)]
-    slow = [composed(native_prefix=100.0, native_cold=200.0, trim=110.0 + n) for n in range(12)]
-    even = [composed(native_prefix=100.0, native_cold=200.0, trim=100.0 + n % 2) for n in range(12)]
-    found = grid(dict(zip(revisions, (slow, even, []), strict=True))).summary()
-    assert (found["grid_cells"], found["grid_cells_counted"], found["grid_cells_failing"]) == (3, 2, 1)
-    assert found["worst_cell"]["share"] == 0.1
-    assert found["worst_ratio_vs_best_native"] > 1.1
-    few = grid({revisions[0]: slow[:3]}).summary()
-    assert few["grid_cells_failing"] == 0  # three pairs cannot show it
-    assert few["grid_cells_above_1_02"] == 1  # but they say so
+def published(bound=12, **stale):
+    session = Session.__new__(Session)
+    session.checks, session.seal = {"equal": True}, {"pins": "abc"}
+    counts = {"native_abort": (9, 1), "native_close": (2, 0), "retire_raw": (3, 7), "retire_client": (0, 0)} | stale
+    trials = [Trial(pace_s, {arm: figures(counts[arm][n]) for arm in ARMS}) for n, pace_s in enumerate((None, 0.0))]
+    return Publication()._result(session, trials, planned=2, bound=bound)
 
 
-def test_ours_is_compared_with_the_native_arm_that_is_faster_in_this_cell():
-    revision = Revision(2048, 512, 1, 0.1, 0.0)
-    found = grid({revision: [composed(native_prefix=120.0, native_cold=100.0, trim=90.0)]}).summary()
-    assert found["worst_ratio_vs_best_native"] == 0.9
-    cold_once = [composed(native_prefix=80.0, native_cold=100.0, trim=40.0), composed(native_prefix=80.0, trim=40.0)]
-    assert grid({revision: cold_once}).summary()["worst_ratio_vs_best_native"] == 0.5
+def test_publication_adds_up_tokens_and_takes_the_worst_backlog():
+    found = published()
+    assert found.correct
+    wanted = {
+        "trials": 2,
+        "native_stale_tokens": 10,
+        "retire_raw_stale_frames_max": 7,
+        "client_stale_tokens": 0,
+        "stated_bound_frames": 12,
+    }
+    assert found.summary.items() >= wanted.items()
+    assert list(found.summary)[:5] == list(wanted)
+    assert found.summary["client_dropped_tokens"] == 20
+    assert found.summary["native_stale_tokens_by_pace"] == {"None": [9], "1.0": [], "0.1": [], "0.0": [1]}
+    assert {target.verdict for target in found.targets} == {Verdict.REACHED}
+    json.dumps(found.document({}))
 
 
-def test_reductions_are_medians_of_paired_changes():
-    arms = ("native_prefix", "invalidate", "inherit", "combined", "trim")
-    trials = [composed(native_cold=100.0, **dict.fromkeys(arms, ms)) for ms in (30.0, 40.0, 35.0)]
-    session = SimpleNamespace(seal={})
-    found = Composition()._result(session, {"equal": True}, FULL, trials, grid({}), {})
-    assert found.summary["reduction_vs_native_cold.trim"] == 0.65
-    assert [target.verdict for target in found.targets] == [Verdict.REACHED, Verdict.REACHED]
-    assert (
-        Composition()._result(session, {"equal": True}, FULL, [], grid({}), {}).targets[0].verdict
-        is Verdict.NOT_REACHED
-    )
+@pytest.mark.parametrize(
+    ("stale", "check"),
+    [
+        ({"retire_raw": (3, 13)}, "raw_backlog_within_the_stated_bound"),
+        ({"retire_client": (0, 1)}, "nothing_old_through_the_client"),
+    ],
+)
+def test_one_frame_too_many_makes_the_run_incorrect(stale, check):
+    found = published(**stale)
+    assert [name for name, holds in found.checks.items() if not holds] == [check]
+    assert [target.verdict for target in found.targets].count(Verdict.NOT_REACHED) == 1
 
 
-def test_a_fence_is_judged_by_its_worst_trial_and_every_planned_trial_must_count():
-    def trial(native_ms, fence_ms):
-        native = RetiredArm(native_ms, 300.0, Reply(), step_ms=3000.0)
-        return Trial(native, RetiredArm(fence_ms, 100.0, Reply(), longest_interval_ms=50.0))
+def test_without_a_trial_that_counts_no_claim_of_publication_holds():
+    session = SimpleNamespace(checks={}, seal={}, check=lambda _name, holds: holds)
+    found = Publication()._result(session, [], planned=4, bound=12)
+    assert found.summary["retire_raw_stale_frames_max"] is None
+    assert {target.verdict for target in found.targets} == {Verdict.NOT_REACHED}
 
-    planned = dict.fromkeys((*PATHS, *TAILS), 2)
-    found = retired({path.name: [trial(1500.0, 20.0), trial(1500.0, 40.0)] for path in planned}, {}, {}, planned)
-    assert found.summary["fence_ratio.long_prefill"] == 50.0
-    assert found.summary["fence_over_interval.long_prefill"] == 0.8
-    assert found.summary["longest_interval_over_mean.long_prefill"] == 0.5
-    assert found.summary["interruption_to_successor_ratio.long_prefill"] == 3.0
-    assert found.summary["tail_ms_by_quantum"]["2048"] == {"native": 1500.0, "retire": 30.0}
-    assert found.checks == {"every_trial_counts": True}
-    none = retired({path.name: [] for path in planned}, {}, {}, planned)
-    assert none.checks == {"every_trial_counts": False}
-    json.dumps(none.document({}))
+
+def test_a_consumer_takes_one_frame_and_waits_until_it_is_told_to_hurry():
+    consumer = Consumer(iter([told(), told(5), told(6), told(7)]), None)
+    consumer.wait_for_token()
+    assert len(consumer.frames) == 2, "what carries no token is not waited after"
+    assert [frame.token_ids for frame in consumer.finish()] == [[], [5], [6], [7]]
+
+
+def test_what_ends_a_stream_ends_the_wait_for_it():
+    def broken():
+        yield told(5)
+        raise ConnectionError("gone")
+
+    consumer = Consumer(broken(), 0.0)
+    consumer.wait_for_token()
+    with pytest.raises(ConnectionError):
+        consumer.finish()
+
+
+def test_a_raw_reader_finds_the_frames_between_the_chunks_of_http_and_leaves_the_rest_unread():
+    bodies = [told(n, text="data: line\n\nbreak" * n) for n in range(40)]
+    events = [b"data: " + json.dumps(body).encode() + b"\n\n" for body in bodies] + [b"data: [DONE]\n\n"]
+    stream = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    stream += b"".join(b"%x\r\n%s\r\n" % (len(event), event) for event in events)
+    with create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(stream)
+                connection.recv(1 << 16)  # until the reader is gone
+
+        Thread(target=answer, daemon=True).start()
+        reader = RawReader(f"http://127.0.0.1:{listening.getsockname()[1]}", {}, {})
+        assert list(reader.bodies()) == bodies
+    assert event_bytes(bodies[0]) < len(events[0]), "compact, as the server says it"

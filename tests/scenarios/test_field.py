@@ -8,6 +8,8 @@ import time
 import pytest
 
 from harness.client import Streaming, http, probe_ms
+from harness.publication import Arm, Consumer, RawReader, bound_frames, event_bytes
+from retire.client import ScopeClient
 from tests.conftest import leftovers
 from tests.support import clean_run, completion, fresh_salt, prefill_s, record_of, said, supersede, text_ids
 
@@ -188,6 +190,34 @@ def test_15_same_prompt_of_the_same_tenant_is_reused(server, scope):
     assert hits() - before >= 3968
     said(server.url, completion(ids, 1, cache_salt=fresh_salt()), **{"X-Retire-Scope": f"{scope}-third"})
     assert hits() - before < 2 * 3968, "another cache salt is another tenant's cache"
+
+
+@pytest.mark.engine
+def test_16_a_reader_at_one_frame_a_second_gets_nothing_old_through_the_client_and_the_stated_backlog_without(
+    server, scope
+):
+    body = completion(text_ids(server.url, 64, seed=16), 4000, return_token_ids=True)
+    stated = http.get(f"{server.url}/retire/status", timeout=60).json()["stated_backlog"]
+    with ScopeClient(server.url, scope) as client:
+        reader = RawReader(server.url, body, {"X-Retire-Scope": scope})
+        consumers = [Consumer(reader.bodies(), 1.0), Consumer(client.completions(body), 1.0)]
+        for consumer in consumers:
+            consumer.wait_for_token()
+        said(server.url, completion(text_ids(server.url, 64, seed=160), 400))  # as many steps for both
+        record = client.revoke(contract={"inherit": "none"})
+        accepted_at = time.monotonic()
+        raw, gated = (Arm(consumer.finish(), accepted_at, ()) for consumer in consumers)
+        (new,) = {chunk["retire"]["epoch"] for chunk in client.completions(completion([1, 2, 3], 4))}
+    assert gated.figures["stale_frames"] == 0
+    assert gated.taken < 400, "most of it was in buffers"
+    smallest = min(event_bytes(frame.body) for frame in raw.old if frame.token_ids)
+    assert 0 < raw.figures["stale_frames"] <= bound_frames(stated, reader.holds_bytes, smallest)
+    assert raw.last["retire"]["superseded_by"] == new == 2
+    published = {
+        one["choices"][0]["tokens"] for one in record_of(server.url, f"/transitions/{record['id']}")["published"]
+    }
+    assert raw.taken in published, "every token that was let out has come"
+    wait_until_empty(server)
 
 
 @pytest.mark.engine
