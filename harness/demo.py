@@ -85,11 +85,10 @@ def play(url: str, say: Any) -> dict[str, Any]:
     say(f"repository context and plan: {len(ids)} tokens, prefill quantum {QUANTUM}")
     moments = Moments(url)
     moments.calibrate(lambda: Streaming(url, story.body(PLAN, cache_salt=f"warm-{uuid.uuid4()}")), INTERRUPTED)
-    offset_s = moments.offset_s(INTERRUPTED, INTO_QUANTUM)
 
     say("\nNative: the client aborts early in the third quantum; when is the engine free again?")
     native = Streaming(url, story.body(PLAN, cache_salt=f"native-{uuid.uuid4()}"))
-    moment = moments.wait(native, INTERRUPTED, offset_s)
+    moment = moments.wait(native, INTERRUPTED, INTO_QUANTUM)
     native.leave()
     boundary_ms = (moment.boundary_s() - moments.idle_s) * 1000
     say(f"  at the step's end, {boundary_ms:.0f} ms after the abort")
@@ -97,7 +96,7 @@ def play(url: str, say: Any) -> dict[str, Any]:
     say("\nRETIRE: at the same moment the user changes the plan, and the runtime supersedes")
     scope = f"plan-{uuid.uuid4().hex[:8]}"
     old = Streaming(url, story.body(PLAN), {"X-Retire-Scope": scope})
-    moments.wait(old, INTERRUPTED, offset_s)
+    moments.wait(old, INTERRUPTED, INTO_QUANTUM)
     # The runtime vouches for two quanta only: without that the third, which its new plan shares too, would be finished.
     contract = json.dumps({"keep_prefix": 2 * QUANTUM})
     superseding = {"X-Retire-Scope": scope, "X-Retire-Supersedes": "1", "X-Retire-Contract": contract}

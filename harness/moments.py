@@ -66,7 +66,8 @@ class _StepWatch:
 class Moments:
     """Where the steps of prefills of one kind begin, and how long they take.
 
-    `lengths_s`: of the first, second, ... step, as last seen.  `idle_s`: an answer between two steps.
+    `lengths_s`: of the first, second, ... step, as last seen; servers that are alike may share it.
+    `idle_s`: an answer between two steps.
     """
 
     url: str
@@ -83,14 +84,13 @@ class Moments:
         watch.join()
         if len(watch.ended) < steps:
             raise MomentMissed(f"{len(watch.ended)} steps of {steps} were seen: they are too short to tell")
-        self.lengths_s = [end - begin for begin, end in watch.ended[:steps]]
+        self.lengths_s[:] = [end - begin for begin, end in watch.ended[:steps]]
 
-    def offset_s(self, step: int, share: float) -> float:
-        """How long after its begin step number `step` (from 1) has done `share` of its work."""
-        return share * self.lengths_s[step - 1]
+    def wait(self, prefill: Streaming, step: int, share: float) -> Moment:
+        """Until step number `step` (from 1) has done that share of its work.  Raises MomentMissed.
 
-    def wait(self, prefill: Streaming, step: int, offset_s: float) -> Moment:
-        """Until so long after the beginning of that step.  Raises MomentMissed."""
+        How long it takes is judged by how long the step before took just now.
+        """
         watch = self._watch()
         deadline = time.monotonic() + PATIENCE_S
         while len(watch.ended) < step - 1 or self.clock() - watch.asked < self._busy_s:
@@ -98,8 +98,11 @@ class Moments:
                 watch.join()
                 raise MomentMissed(f"step {step} was never seen")
             time.sleep(NAP_S)
-        begun = watch.asked
-        self._sleep_until(begun + offset_s)
+        begun, length_s = watch.asked, self.lengths_s[step - 1]
+        if step > 1:
+            before = watch.ended[step - 2]
+            length_s *= (before[1] - before[0]) / self.lengths_s[step - 2]
+        self._sleep_until(begun + share * length_s)
         return Moment(watch, begun, self.clock(), steps_before=step - 1)
 
     def wait_decoding(self, answer: Streaming, tokens: int, offset_s: float) -> Moment:

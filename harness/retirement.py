@@ -185,15 +185,15 @@ class _Bench:
         drafts = session.metric(DRAFTED) if path.drafted else 0
         old, new = diverging(session.url, session.model, 0, path.tokens, seed=100 + number)
         for _ in range(TRIES):
-            step, offset_s = self._draw_moment()
+            where = self._draw_moment()
             try:
                 order = ("native", "retire") if number % 2 else ("retire", "native")
-                arms = {arm: self._interrupt(arm, old, new, step, offset_s) for arm in order}
+                arms = {arm: self._interrupt(arm, old, new, *where) for arm in order}
             except MomentMissed:
                 continue
             native, ours = arms["native"], arms["retire"]
             note(
-                f"  {path.name} {number + 1}, step {step} after {offset_s * 1000:.0f}: native {native.closed_ms:.0f},"
+                f"  {path.name} {number + 1}, {where[0]} + {where[1]:.2f}: native {native.closed_ms:.0f},"
                 f" fence {ours.closed_ms:.1f}, longest interval {ours.longest_interval_ms:.1f} ms"
             )
             if path.decoding:
@@ -204,24 +204,24 @@ class _Bench:
         return None
 
     def _draw_moment(self) -> tuple[int, float]:
-        """A step and how long after its begin, uniformly over the predecessor's work."""
+        """A step and a share of its work, uniformly over the predecessor's work; of an answer a token and seconds."""
         if self._path.decoding:
             return self._draw.randrange(8, 40), self._draw.uniform(0, DECODE_S)
         left_s = self._draw.uniform(0, sum(self._moments.lengths_s))
         for step, length_s in enumerate(self._moments.lengths_s, 1):
             if left_s < length_s:
-                return step, left_s
+                return step, left_s / length_s
             left_s -= length_s
         raise AssertionError("a moment beyond the work it was drawn from")
 
-    def _interrupt(self, arm: str, old: list[int], new: list[int], step: int, offset_s: float) -> Arm:
+    def _interrupt(self, arm: str, old: list[int], new: list[int], step: int, share: float) -> Arm:
         """One arm.  Raises MomentMissed."""
         session, scope = self._session, fresh_scope()
         mine = {} if arm == "native" else {"X-Retire-Scope": scope}
         predecessor = session.stream(old, PREDECESSOR_TOKENS, fresh_salt(), mine)
         try:
             wait = self._moments.wait_decoding if self._path.decoding else self._moments.wait
-            moment = wait(predecessor, step, offset_s)
+            moment = wait(predecessor, step, share)
             if arm == "native":
                 predecessor.hang_up()
             else:

@@ -113,18 +113,18 @@ def serving(
     model: str, flags: Sequence[str], env: Mapping[str, str] | None = None, key: str | None = None
 ) -> Iterator[Session]:
     """A patched server with `FLAGS` and these; checked for what is left in it at the end."""
-    with serving_alike(model, flags, env, key) as [(_, session)]:
+    with serving_side_by_side(model, flags, [env or {}], key) as [(_, session)]:
         yield session
 
 
 @contextmanager
-def serving_alike(
-    model: str, flags: Sequence[str], env: Mapping[str, str] | None = None, key: str | None = None, count: int = 1
+def serving_side_by_side(
+    model: str, flags: Sequence[str], envs: Sequence[Mapping[str, str]], key: str | None = None
 ) -> Iterator[list[tuple[Server, Session]]]:
-    """Several of them, started side by side."""
+    """One such server for each environment."""
     command = (*FLAGS, "--served-model-name", model, *flags)
-    servers = [Server(models.resolve(model), command, env=env) for _ in range(count)]
-    note(f"starting {'a server' if count == 1 else f'{count} servers'} with {model} ...")
+    servers = [Server(models.resolve(model), command, env=env) for env in envs]
+    note(f"starting {'a server' if len(servers) == 1 else f'{len(servers)} servers'} with {model} ...")
     try:
         start_side_by_side(servers)
         sessions = [Session(server.url, model, key) for server in servers]
