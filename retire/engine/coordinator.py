@@ -82,6 +82,7 @@ class Coordinator:
         self._feeding = False
         self._expiry_ns: dict[TransitionId, int] = {}
         self._step_began_ns = 0
+        self._safe_points = 0  # passed since they were last told
         self._contents = 0  # of the cache: counts what makes everything written before it worthless
         self.certificates: dict[RequestId, Certificate] = {}
         self.facts = Facts()
@@ -212,6 +213,7 @@ class Coordinator:
         if requests and not (receipt is not None and (receipt.stopped or receipt.cuts)):
             self._rates.ran(rows, requests, self._clock_ns() - self._step_began_ns)
         self._steps.ended(output, receipt)
+        self._safe_points += receipt.safe_points if receipt is not None else 0
         self.sweep()
 
     def preempted(self, request_id: str) -> None:
@@ -260,6 +262,9 @@ class Coordinator:
         self._held.discard(rid)
         self._aborted.discard(rid)
         self._withdraw(rid)
+        if self._safe_points:
+            self._report(None, "safe_points", count=self._safe_points)
+            self._safe_points = 0
 
     def _withdraw(self, rid: RequestId) -> None:
         certificate = self.certificates.pop(rid, None)

@@ -200,6 +200,7 @@ class Exchange:
         send: Send,
         cors: Callable[[App], App],
     ) -> None:
+        self._entered_ns = now_ns()
         self._app = app
         self._cors = cors
         self._service = service
@@ -234,6 +235,7 @@ class Exchange:
             request.reason,
             _idempotency(headers, raw),
             successor_follows=successor is not None,
+            entered_ns=self._entered_ns,
         )
         self._advanced = done.record
         if successor is None or not done.fresh:
@@ -306,7 +308,16 @@ class Exchange:
         contract = contract_from_header(headers.get("x-retire-contract"), service.settings)
         told = f"{scope_name}\0{expected}\0{headers.get('x-retire-contract')}".encode()
         keys = _idempotency(headers, told)
-        done = service.supersede(tenant, scope_name, expected, contract, reason, keys, successor_follows=True)
+        done = service.supersede(
+            tenant,
+            scope_name,
+            expected,
+            contract,
+            reason,
+            keys,
+            successor_follows=True,
+            entered_ns=self._entered_ns,
+        )
         self._advanced = done.record
         return done
 

@@ -145,6 +145,7 @@ class TransitionInfo(BaseModel):
     reclaimed: bool
     closed: bool
     outcome: str | None
+    advance_ms: float | None = Field(description="from the call's arrival at the gate to the stored word")
     stages: dict[str, float]
     receipts: list[dict[str, Any]]
     certificate: dict[str, Any] | None

@@ -108,11 +108,13 @@ class Service:
         idempotency: tuple[str, bytes] | None = None,
         *,
         successor_follows: bool,
+        entered_ns: int,
     ) -> Superseded:
         """ADVANCE.  No await between the look and the store, and none before everybody concerned is told.
 
         `idempotency`: key and the request's bytes.  `successor_follows`: the successor is being submitted by the same
         call, so how much it has in common with its predecessors will be known in a moment (`successor_starts_with`).
+        `entered_ns`: when the call came to the gate.
 
         Raises:
             CallerError: as `Authority.advance`; Unsupported for a key that came with another body; OverLimit.
@@ -131,6 +133,7 @@ class Service:
             self.authority.remember_idempotent(tenant, idempotency[0], digest, transition=number, scope=scope)
         advanced_ns = now_ns()
         advanced = self.authority.advance(tenant, scope, expected, number)
+        took_ns = now_ns() - entered_ns
         record = Transition(
             id=TransitionId(f"{number:032x}"),
             tenant=tenant,
@@ -140,6 +143,7 @@ class Service:
             reason=reason,
             contract=contract,
             advanced_ns=advanced_ns,
+            advance_took_ns=took_ns,
         )
         self._limit_rows(record, successor_follows=successor_follows)
         self.transitions.add(record, open_=True)
@@ -175,6 +179,7 @@ class Service:
                 tenant, idempotency[0], digest, transition=number, scope=scope, epoch=advanced.new_epoch
             )
         metrics.SUPERSEDES.inc()
+        metrics.ADVANCE_SECONDS.observe(took_ns / 1e9)
         view = ScopeView(
             tenant=tenant, scope=record.scope, epoch=advanced.new_epoch, slot=advanced.slot, raw=advanced.raw
         )
@@ -373,9 +378,7 @@ class Service:
             cursor = batch["cursor"]
             for fact in batch["facts"]:
                 try:
-                    record = self.transitions.learn(fact)
-                    if record is not None:
-                        metrics.observe(fact, record)
+                    metrics.observe(fact, self.transitions.learn(fact))
                 except Exception:  # noqa: BLE001 - one fact that is not understood must not hide the next
                     _log.exception("retire: could not take in %s", fact)
 

@@ -22,6 +22,7 @@ class Transition:
     """One transition.  Stage times are monotonic ns; `first_frame_ns` is the first publication of the successor.
 
     `obsolete_closed_ns`: of the receipts so far, the last time at which a row was computed that nobody had a use for.
+    `advance_took_ns`: from the call's arrival at the gate to the stored word, None where another life stored it.
     """
 
     id: TransitionId
@@ -32,6 +33,7 @@ class Transition:
     reason: str | None
     contract: Contract
     advanced_ns: int
+    advance_took_ns: int | None = None
     published: list[dict[str, Any]] = field(default_factory=list)
     receipts: list[dict[str, Any]] = field(default_factory=list)
     obsolete_closed_ns: int = 0
@@ -128,6 +130,7 @@ class Transition:
             "reclaimed": Stage.RECLAIM in self.ended_ns,
             "closed": self.outcome is not None,
             "outcome": self.outcome,
+            "advance_ms": None if self.advance_took_ns is None else _ms(self.advance_took_ns),
             "stages": dict(sorted(stages.items(), key=lambda item: item[1])),
             "receipts": self.receipts,
             "certificate": self.certificate,
@@ -198,6 +201,8 @@ class Transitions:
             transition = TransitionId(fact["transition"])
             owner = self._owners.get(transition)
             return None if owner is None else self._tenants[owner].by_id[transition]
+        if "scope" not in fact:
+            return None
         told = (fact["scope"], fact["epoch"])
         records = reversed(self._tenants[fact["tenant"]].by_id.values())
         return next((record for record in records if (record.scope, record.old_epoch) == told), None)

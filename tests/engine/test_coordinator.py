@@ -1820,6 +1820,18 @@ def test_orphans_are_not_remembered_as_closing(world: World) -> None:
     assert getattr(world.retire, "_closing", set()) == set()
 
 
+# -- safe points -------------------------------------------------------------------------------------------------------
+
+
+def test_safe_points_of_all_steps_are_told_when_a_scoped_request_ends(world):
+    world.admit(world.scope(), PROMPT, max_tokens=2)
+    steps = 0
+    while world.requests:
+        assert world.facts("safe_points") == []
+        steps += world.step()
+    assert world.one("safe_points")["count"] == steps == 5
+
+
 # -- at random --------------------------------------------------------------------------------------------------------
 
 

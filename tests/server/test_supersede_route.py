@@ -362,7 +362,8 @@ def test_a_record_tells_what_was_published_and_accepted_fenced_reclaimed_are_sep
     told = record(server.url, location)
     assert set(told) == {
         "id", "scope", "old_epoch", "new_epoch", "reason", "contract", "accepted", "fenced", "reclaimed", "closed",
-        "outcome", "stages", "receipts", "certificate", "refusal", "adopted_blocks", "inherited_tokens", "published",
+        "outcome", "advance_ms", "stages", "receipts", "certificate", "refusal", "adopted_blocks", "inherited_tokens",
+        "published",
     }  # fmt: skip
     (published,) = told["published"]
     assert published["epoch"] == 1
@@ -380,6 +381,17 @@ def test_a_transition_that_no_successor_follows_is_reclaimed_when_its_pins_expir
     assert record(server.url, location)["outcome"] == "expired"
     later = http.post(server.url + CHAT, json=chat(), headers={"X-Retire-Scope": scope})
     assert later.json()["retire"]["epoch"] == 2
+
+
+def test_how_long_the_store_took_is_in_the_record_and_counted(server, scope):
+    def counted():
+        lines = http.get(server.url + "/metrics").text.splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith("retire:advance_seconds_count "))
+
+    before = counted()
+    location = supersede(server.url, scope, 1).headers["location"]
+    assert 0 < record(server.url, location, until="accepted")["advance_ms"] < 1000
+    assert counted() == before + 1
 
 
 def test_scopes_are_listed_with_what_runs_in_them(server, scope):
