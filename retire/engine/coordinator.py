@@ -94,6 +94,11 @@ class Coordinator:
         """Whether the request carries a ticket."""
         return request_id in self._requests
 
+    @property
+    def scoped_requests(self) -> int:
+        """How many requests carry a ticket."""
+        return len(self._requests)
+
     def revoked(self, request_id: str) -> bool:
         """Whether the request's epoch, or the request itself, has lost authority."""
         return not self._table.holds(self._requests[RequestId(request_id)].tag.ticket)

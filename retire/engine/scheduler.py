@@ -122,9 +122,13 @@ class VersionedScheduler:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Revoked requests leave first, so that no step is launched for them."""
         self.retire.before_schedule()
-        self._turn = self._next_alone()
-        with self._due(), self._chunk_of_a_clean_run():
+        if not self.retire.scoped_requests:
+            self._turn = None
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        else:
+            self._turn = self._next_alone()
+            with self._due(), self._chunk_of_a_clean_run():
+                output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.retire.scheduled(output)
         return output
 

@@ -122,6 +122,8 @@ class Steps:
 
     def scheduled(self, output: Any) -> list[RequestId]:
         """Describe the step on vLLM's scheduler output, for the workers.  Returns the scoped requests in it."""
+        if not self.requests:
+            return []
         alone = len(output.num_scheduled_tokens) == 1
         rows = [
             self._rows(self.requests[rid], rid, tokens, alone=alone)
