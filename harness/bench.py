@@ -19,6 +19,7 @@ from harness.correctness import Correctness
 from harness.experiment import Experiment, Result
 from harness.inheritance import Inheritance
 from harness.manifest import manifest
+from harness.overhead import Overhead
 from harness.publication import Publication
 from harness.retirement import Retirement
 from harness.server import ServerFailed
@@ -29,6 +30,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Composition(),
     Correctness(),
     Inheritance(),
+    Overhead(),
     Publication(),
     Retirement(),
     Tenants(),

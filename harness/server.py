@@ -133,12 +133,21 @@ class Server:
         """The whole log."""
         return self.log_path.read_text(errors="replace")
 
+    def freeze(self) -> None:
+        """Let none of its processes run until `thaw`."""
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let them go on."""
+        os.killpg(self.pid, signal.SIGCONT)
+
     def stop(self) -> None:
         """SIGTERM to the process; SIGKILL to its group when it does not end."""
         process = self._process
         if process is None:
             return
         if process.poll() is None:
+            self.thaw()
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)

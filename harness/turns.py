@@ -9,10 +9,7 @@ is a server's own turns, until its work is done.  What a turn costs beyond that,
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,14 +27,14 @@ class Turns:
     """Hands out turns to these servers, in an order that is drawn anew each round."""
 
     def __init__(self, servers: Mapping[str, Server], turn_s: float = TURN_S, seed: int = 0) -> None:
-        self._processes = {name: [server.pid, *server.children()] for name, server in servers.items()}
+        self._servers = dict(servers)
         self._turn_s = turn_s
         self._draw = random.Random(seed)  # noqa: S311 - an order
         self._lock = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
-        self._ended: dict[str, list[tuple[float, float]]] = {name: [] for name in self._processes}
+        self._ended: dict[str, list[tuple[float, float]]] = {name: [] for name in self._servers}
         self._running: tuple[str, float] | None = None
 
     def run(self, work: Mapping[str, Callable[[], Found]]) -> dict[str, Found]:
@@ -48,8 +45,8 @@ class Turns:
         with self._lock:
             self._begin()
         with ThreadPoolExecutor(len(work)) as pool:
-            for name in self._processes:
-                self._signal(name, signal.SIGSTOP)
+            for server in self._servers.values():
+                server.freeze()
             try:
                 done = {name: pool.submit(one) for name, one in work.items()}
                 while due := [name for name in work if not done[name].done()]:
@@ -57,8 +54,8 @@ class Turns:
                     for name in due:
                         self._turn(name, done[name])
             finally:
-                for name in self._processes:
-                    self._signal(name, signal.SIGCONT)
+                for server in self._servers.values():
+                    server.thaw()
             return {name: one.result() for name, one in done.items()}
 
     def clock(self, name: str) -> Callable[[], float]:
@@ -77,15 +74,10 @@ class Turns:
         with self._lock:
             began = time.monotonic()
             self._running = name, began
-        self._signal(name, signal.SIGCONT)
+        self._servers[name].thaw()
         while not done.done() and (left_s := began + self._turn_s - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.005))
-        self._signal(name, signal.SIGSTOP)
+        self._servers[name].freeze()
         with self._lock:
             self._running = None
             self._ended[name].append((began, time.monotonic()))
-
-    def _signal(self, name: str, number: signal.Signals) -> None:
-        for process in self._processes[name]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)

@@ -8,25 +8,24 @@ import time
 
 import pytest
 
+from harness.server import Server
 from harness.turns import Turns
 
 COUNT = "for n in range(10**9):\n    if n % 10_000 == 0: print('x' * 200, flush=True)"
 
 
-class Process:
+class Process(Server):
     """As much of a server as takes turns."""
 
     def __init__(self):
-        self.popen = subprocess.Popen([sys.executable, "-c", COUNT], stdout=subprocess.PIPE, text=True)
-        self.popen.stdout.readline()
-        self.pid = self.popen.pid
-
-    def children(self):
-        return []
+        super().__init__("tiny")
+        command = [sys.executable, "-c", COUNT]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self._process.stdout.readline()
 
     def lines(self, count):
         for _ in range(count):
-            self.popen.stdout.readline()
+            self._process.stdout.readline()
         return time.monotonic()
 
 
@@ -35,8 +34,7 @@ def two():
     found = {"a": Process(), "b": Process()}
     yield found
     for process in found.values():
-        process.popen.kill()
-        process.popen.wait()
+        process.close()
 
 
 def test_only_one_is_at_work_at_a_time_and_the_one_with_more_to_do_takes_longer(two):
@@ -69,3 +67,9 @@ def test_what_a_server_did_after_its_work_was_done_does_not_count(two):
     turns._ended["a"] = [(0.0, 1.0), (5.0, 6.0), (9.0, 10.0)]
     assert turns.worked_s("a", 5.5) == 1.5
     assert turns.worked_s("a", 7.0) == 2.0
+
+
+def test_a_frozen_server_can_be_stopped(two):
+    two["a"].freeze()
+    two["a"].close()
+    assert two["a"]._process.returncode is not None
