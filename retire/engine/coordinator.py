@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from retire.authority.table import AuthorityTable
@@ -51,7 +51,11 @@ from retire.engine.steps import Engine, Steps, Tracked
 
 
 class Coordinator:
-    """One per scheduler.  All calls come from the engine's own thread."""
+    """One per scheduler.  All calls come from the engine's own thread.
+
+    `untold_ns`: so long is kept what was closed by the table's word alone.  No message may ever come: the front end
+    may have died, or given the scope's slot to another one once its client had gone.
+    """
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class Coordinator:
         steps: Steps,
         rates: Rates,
         fingerprint: Callable[[Any], str],
+        untold_ns: int,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._engine = engine
@@ -69,6 +74,7 @@ class Coordinator:
         self._steps = steps
         self._rates = rates
         self._fingerprint = fingerprint
+        self._untold_ns = untold_ns
         self._clock_ns = clock_ns
         self._requests = steps.requests
         self._states: dict[ScopeKey, ScopeState] = {}
@@ -257,7 +263,7 @@ class Coordinator:
         self._forget(rid)
         self._engine.drop(rid)
         if not known:  # the table spoke before the API process did
-            self._orphans.setdefault(key, []).append(_Orphan(rid, kept, refusal))
+            self._orphans.setdefault(key, []).append(_Orphan(rid, kept, refusal, self._clock_ns() + self._untold_ns))
         elif state is not None and (kept is not None or rid in state.closing | state.leaving):
             self._feed(key, happened.RequestClosed(rid, kept, refusal))
 
@@ -387,6 +393,19 @@ class Coordinator:
             transition = self._states[key].transition
             if transition is not None and transition.id in due:
                 self._feed(key, happened.PinsExpired(transition.id))
+        for key, orphan in [(key, one) for key, group in self._orphans.items() for one in group if now >= one.due_ns]:
+            self._disown(key, orphan)
+
+    def _disown(self, key: ScopeKey, orphan: _Orphan) -> None:
+        """Nobody has said what became of its epoch: as far as the protocol knows the request has finished."""
+        self._orphans[key].remove(orphan)
+        if not self._orphans[key]:
+            del self._orphans[key]
+        if orphan.kept is not None:
+            self._keeper.release((orphan.kept,))
+        if key in self._states and orphan.request in self._states[key].live:
+            self._feed(key, happened.RequestFinished(orphan.request))
+        self._collect(key)
 
     def revoke_certificates(self) -> None:
         """Weights, adapters or the cache are about to change: nothing written so far may be inherited."""
@@ -399,7 +418,7 @@ class Coordinator:
             for number, orphan in enumerate(orphans):
                 if orphan.kept is not None:
                     self._keeper.release((orphan.kept,))
-                    orphans[number] = _Orphan(orphan.request, None, Refusal.REVOKED)
+                    orphans[number] = replace(orphan, kept=None, refusal=Refusal.REVOKED)
         self._keeper.forget_copies()
 
     # -- host memory ----------------------------------------------------------------------------------------------
@@ -596,11 +615,15 @@ class Coordinator:
 
 @dataclass(frozen=True, slots=True)
 class _Orphan:
-    """A request that was closed before the message about its epoch came; its pins, or why there are none."""
+    """A request that was closed before the message about its epoch came; its pins, or why there are none.
+
+    `due_ns`: how long it waits for that message.
+    """
 
     request: RequestId
     kept: Holding | None
     refusal: Refusal | None
+    due_ns: int
 
 
 def _described(certificate: Certificate) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class VersionedScheduler:
             ),
             rates=rates,
             fingerprint=lambda request: f"{base}|{_request_fingerprint(request)}",
+            untold_ns=settings.pin_ttl_ms * 1_000_000,
         )
         if tier is not None:
             tier.offloaded, tier.restored = self.retire.offloaded, self.retire.restored

@@ -192,6 +192,7 @@ class World:
             ),
             rates=rates,
             fingerprint=lambda request: f"model|{request.salt}",
+            untold_ns=TTL_MS * 1_000_000,
             clock_ns=lambda: self.now_ns,
         )
         self.requests: dict[str, FakeRequest] = {}
@@ -743,6 +744,25 @@ def test_several_orphans_and_then_the_message(world: World) -> None:
     assert world.retire.leftovers()["orphans"] == 2
     world.deliver()
     assert world.ownership.pinned_blocks() == 0
+
+
+def test_an_orphan_that_nobody_asks_for_is_given_up(world: World) -> None:
+    """The slot went to another scope while a step still computed for a client that had gone: no message will come."""
+    scope = world.scope()
+    world.admit(scope, PROMPT)
+    world.step()
+    scope.store()
+    world.messages.clear()
+    world.step()
+    assert world.retire.leftovers()["orphans"] == 1
+    world.pass_time(TTL_MS)
+    world.step()
+    assert not any(world.retire.leftovers().values())
+    assert not world.retire._states
+    scope.supersede()
+    new = world.admit(scope, REVISED)
+    world.run()
+    assert world.finished == [new]
 
 
 @pytest.mark.parametrize("count", [1, 3])
