@@ -60,7 +60,7 @@ class Tenants:
 
     model: str = "smollm2"
     pairs: int = 60
-    quick_pairs: int = 20
+    quick_pairs: int = 10
     trials: int = 3
     name: str = field(default="tenants", init=False)
     paper: str = field(default="§7.4 and A.3", init=False)
