@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.client import TIMEOUT_S, Reply, Streaming, http, says_the_same
-from harness.experiment import Cell, Result, Target, figures
+from harness.experiment import Cell, Result, Target, figures, join
 from harness.server import Server, start_side_by_side
 from harness.session import FLAGS, Session, note
 from harness.statistics import Bootstrap, Interval, Verdict, at_least, at_most, holm, median_of_ratios
@@ -106,8 +106,7 @@ class Churn:
                         found[point].append(measured)
             checks: dict[str, bool] = {}
             for arm in arms.values():
-                for name, holds in arm.end().items():
-                    checks[name] = checks.get(name, True) and holds
+                join(checks, arm.end())
             seal = arms["hbm"].seal
         return _result(self, found, checks, seal, points, cold_ms)
 
@@ -211,7 +210,7 @@ class _Arm:
         complete(self._url, completion(self._model, ids, 1, cache_salt=fresh_salt()))
 
     def _check(self, point: _Point, name: str, holds: bool) -> None:
-        self.checks[name] = self.checks.get(name, True) and holds
+        join(self.checks, {name: holds})
         point.counts &= holds
         if not holds:
             note(f"  NOT {name}: {type(self).__name__} at {point.share:g}")

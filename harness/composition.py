@@ -36,19 +36,19 @@ What could be unfair, and which way:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from harness.client import TIMEOUT_S, Reply, Streaming, http, says_the_same
-from harness.experiment import Cell, Result, Target, figures
+from harness.experiment import Cell, Result, Target, columns, figures, join
 from harness.faults import EXTENSION
 from harness.moments import Clock, Moment, MomentMissed, Moments
 from harness.server import Server
 from harness.session import DEVELOPMENT, Session, note, serving_side_by_side
-from harness.statistics import Bootstrap, Verdict, at_least, holm, median_of_ratios
+from harness.statistics import Bootstrap, Verdict, at_least, holm, median_of_ratios, whether
 from harness.turns import Turns
 from harness.workload import diverging, fresh_salt, fresh_scope, passage, record_of
 
@@ -142,7 +142,7 @@ class Composition:
         checks: dict[str, bool] = {}
         with _serving(self.model, full, unarmed=True) as served:
             bench = _Bench(served, full)
-            wholes = [found for found in bench.trials(full, 1 if quick else self.pairs, ARMS) if found]
+            wholes = [trial for _ in range(1 if quick else self.pairs) if (trial := bench.trial(full, ARMS))]
             pages = bench.kept_pages(full)
         _join(checks, served)
         with _serving(self.model, grid[0], unarmed=False) as served:
@@ -175,11 +175,7 @@ class Composition:
         summary |= {"pairs": len(wholes), "kept_pages": dict(pages)} | grid.summary()
         failing = summary["grid_cells_failing"]
         unmeasured = summary["grid_cells"] - summary["grid_cells_counted"]
-        targets.append(
-            Target(
-                "grid_cells_failing", "-", "0", Verdict.REACHED if failing == unmeasured == 0 else Verdict.NOT_REACHED
-            )
-        )
+        targets.append(Target("grid_cells_failing", "-", "0", whether(failing == unmeasured == 0)))
         return Result(
             [_cell(full, wholes), *grid.cells()], summary, checks, targets, model=self.model, seal=session.seal
         )
@@ -187,8 +183,7 @@ class Composition:
 
 def _join(checks: dict[str, bool], served: Sequence[tuple[Server, Session]]) -> None:
     for _, session in served:
-        for name, holds in session.checks.items():
-            checks[name] = checks.get(name, True) and holds
+        join(checks, session.checks)
 
 
 def _serving(model: str, revision: Revision, *, unarmed: bool) -> AbstractContextManager[list[tuple[Server, Session]]]:
@@ -215,7 +210,7 @@ class _Side:
 
     def interrupt(self, arm: str, revision: Revision, old: list[int], new: list[int]) -> _Interrupted | None:
         """Until the successor's first token has come; None when the moment was missed."""
-        session, salt, scope = self.session, fresh_salt(), fresh_scope()
+        session, salt, scope, location = self.session, fresh_salt(), fresh_scope(), None
         native = arm.startswith("native")
         mine = {} if native else {"X-Retire-Scope": scope}
         predecessor = session.stream(old, PREDECESSOR_TOKENS, salt, mine)
@@ -228,13 +223,16 @@ class _Side:
             predecessor.hang_up()
         elif arm == "combined":
             body = {"scope": scope, "expected_epoch": 1}
-            http.post(f"{session.url}/supersede", json=body, timeout=TIMEOUT_S).raise_for_status()
+            answer = http.post(f"{session.url}/supersede", json=body, timeout=TIMEOUT_S).raise_for_status()
+            location = answer.headers["location"]
         else:
-            mine |= {"X-Retire-Supersedes": "1", **_contract(arm)}
+            mine |= {"X-Retire-Supersedes": "1"}
+            if arm == "invalidate":
+                mine |= {"X-Retire-Contract": '{"inherit": "none"}'}
         new_salt = fresh_salt() if arm == "native_cold" else salt
         successor = session.stream(new, ANSWER_TOKENS, new_salt, mine, ALTERNATIVES)
         successor.wait_for_tokens(1)
-        return _Interrupted(arm, scope, moment, predecessor, successor)
+        return _Interrupted(arm, location, moment, predecessor, successor)
 
     def finish(self, one: _Interrupted, first_token_s: float) -> Arm | None:
         """What the arm gave, when all servers go on; None when its moment lay outside the step."""
@@ -243,25 +241,19 @@ class _Side:
         reply, hit = one.successor.wait(), one.moment.hit()
         record = None
         if not one.arm.startswith("native"):
-            record = record_of(self.session.url, self._location(one.scope, reply))
+            record = record_of(self.session.url, one.location or reply.headers["location"])
         elif hit:
             self.moments.learn(one.moment)
         self.session.check("successors_are_answered", reply.status == 200)
         return Arm((first_token_s - one.moment.at) * 1000, reply, record) if hit else None
 
-    def _location(self, scope: str, reply: Reply) -> str:
-        if "location" in reply.headers:
-            return reply.headers["location"]
-        found = http.get(f"{self.session.url}/scopes/{scope}", timeout=TIMEOUT_S).raise_for_status().json()
-        return f"/transitions/{found['transition']}"
-
 
 @dataclass(frozen=True)
 class _Interrupted:
-    """An arm whose successor has begun to answer."""
+    """An arm whose successor has begun to answer.  `location`: of the transition's record, if told before that."""
 
     arm: str
-    scope: str
+    location: str | None
     moment: Moment
     predecessor: Streaming
     successor: Streaming
@@ -284,11 +276,6 @@ class _Bench:
             ids = passage(self._session.url, self._session.model, revision.tokens, seed)
             self._turns.run({name: partial(side.calibrate, ids, revision.steps) for name, side in self._sides.items()})
 
-    def trials(self, revision: Revision, count: int, arms: Sequence[str]) -> Iterator[Trial | None]:
-        """So many trials; None for one that does not count."""
-        for _ in range(count):
-            yield self.trial(revision, arms)
-
     def trial(self, revision: Revision, arms: Sequence[str]) -> Trial | None:
         """The arms on one text, as many at a time as there are servers; None when something was wrong with it."""
         self._trial += 1
@@ -296,9 +283,7 @@ class _Bench:
         found: dict[str, Arm] = {}
         for first in range(0, len(arms), SERVERS):
             together = arms[first : first + SERVERS]
-            measured = next(
-                (done for _ in range(TRIES) if (done := self._together(revision, together, old, new))), None
-            )
+            measured = self._hit(revision, together, old, new)
             if measured is None:
                 self._session.check("moments_are_hit", False)
                 return None
@@ -306,6 +291,10 @@ class _Bench:
         told = ", ".join(f"{arm} {found[arm].ttft_ms:.0f}" for arm in ARMS if arm in found)
         note(f"  step {revision.step} at {revision.share:.0%}, {revision.overlap:.0%} kept: {told}")
         return found if self._counts(revision, found) else None
+
+    def _hit(self, revision: Revision, arms: Sequence[str], old: list[int], new: list[int]) -> Trial | None:
+        """These arms together, tried until every moment lay in its step; None when that never was so."""
+        return next((done for _ in range(TRIES) if (done := self._together(revision, arms, old, new))), None)
 
     def _together(self, revision: Revision, arms: Sequence[str], old: list[int], new: list[int]) -> Trial | None:
         """These arms in turns, each on a server of its own, another one every time; None when a moment was missed."""
@@ -330,7 +319,7 @@ class _Bench:
         """
         old, new = self._prompts(revision, 0)
         self._trial = 0  # the one arm is on the first server
-        found = next((done for _ in range(TRIES) if (done := self._together(revision, ("trim",), old, new))), None)
+        found = self._hit(revision, ("trim",), old, new)
         record = found["trim"].record if found else None
         if not self._session.check("kept_pages_are_compared", bool(record and record["adopted_blocks"])):
             return {}
@@ -380,24 +369,13 @@ class _Bench:
         return counts
 
 
-def _contract(arm: str) -> dict[str, str]:
-    if arm == "invalidate":
-        return {"X-Retire-Contract": '{"inherit": "none"}'}
-    return {}
-
-
 def _reduction(trials: Sequence[Trial], arm: str) -> Bootstrap | None:
     pairs = [(one["native_cold"].ttft_ms - one[arm].ttft_ms, one["native_cold"].ttft_ms) for one in trials]
     return Bootstrap(median_of_ratios, pairs) if pairs else None
 
 
 def _cell(revision: Revision, trials: Sequence[Trial]) -> Cell:
-    arms: dict[str, dict[str, list[Any]]] = {}
-    for trial in trials:
-        for arm, one in trial.items():
-            for metric, value in one.metrics.items():
-                arms.setdefault(arm, {}).setdefault(metric, []).append(value)
-    return Cell(revision.as_json(), arms)
+    return Cell(revision.as_json(), columns({arm: one.metrics for arm, one in trial.items()} for trial in trials))
 
 
 class _Grid:

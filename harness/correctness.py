@@ -40,7 +40,7 @@ from harness.client import TIMEOUT_S, Reply, Streaming, http
 from harness.experiment import Cell, Result, Target
 from harness.faults import EXTENSION
 from harness.session import DEVELOPMENT, Session, note, serving
-from harness.statistics import Verdict
+from harness.statistics import whether
 from harness.workload import PATIENCE_S, adopted_as_certified, diverging, fresh_salt, fresh_scope, record_of
 
 BLOCK, QUANTUM = 128, 2048
@@ -361,7 +361,7 @@ def _whole(stream: Streaming) -> Reply:
 
 
 def _all(key: str, paper: str, found: int, wanted: int) -> Target:
-    return Target(key, paper, f"{wanted}", Verdict.REACHED if found == wanted else Verdict.NOT_REACHED)
+    return Target(key, paper, f"{wanted}", whether(found == wanted))
 
 
 def _cell(mode: Mode, runs: Runs) -> Cell:

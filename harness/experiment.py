@@ -5,7 +5,7 @@ Owns: the shape of results, in memory and as JSON.  Must not know: any experimen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,6 +71,22 @@ class Result:
         cells = [cell.as_json() for cell in self.cells]
         body = cells[0] if len(cells) == 1 else {"cells": cells}
         return {**body, "summary": dict(self.summary), "checks": dict(self.checks), "manifest": dict(manifest)}
+
+
+def join(checks: dict[str, bool], more: Mapping[str, bool]) -> None:
+    """A claim holds when it has held in every part of a run."""
+    for name, holds in more.items():
+        checks[name] = checks.get(name, True) and holds
+
+
+def columns(trials: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, list[Any]]]:
+    """Per arm and metric the values of all trials, for a `Cell`.  Each trial: per arm and metric, one value."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    for trial in trials:
+        for arm, metrics in trial.items():
+            for metric, value in metrics.items():
+                found.setdefault(arm, {}).setdefault(metric, []).append(value)
+    return found
 
 
 class Experiment(Protocol):

@@ -48,15 +48,16 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from harness.client import TIMEOUT_S, Reply, Streaming, http
-from harness.experiment import Cell, Result, Target, figures
+from harness.experiment import Cell, Result, Target, figures, join
 from harness.moments import Moments
 from harness.server import Server, start_side_by_side
-from harness.session import FLAGS, Session, note
-from harness.statistics import Bootstrap, Pairs, Verdict, median_of_ratios
+from harness.session import FLAGS, Session, metric, note
+from harness.statistics import Bootstrap, Pairs, Verdict, median_of_ratios, percentile, whether
 from harness.turns import Turns
 from harness.workload import PATIENCE_S, completion, fresh_salt, fresh_scope, passage, record_of
 from retire import models
 
+SAFE_POINTS = "retire:safe_points_total"
 BLOCK, QUANTUM = 128, 1024
 SHORT, DECODE_TOKENS, PREFILL_TOKENS = 32, 32, 2
 STREAMS, STREAM_TOKENS = 8, 7000
@@ -213,7 +214,7 @@ class _Bench:
 
     def check(self, name: str, holds: bool) -> bool:
         """Note one observation of a claim."""
-        self.checks[name] = self.checks.get(name, True) and holds
+        join(self.checks, {name: holds})
         if not holds:
             note(f"  NOT {name}")
         return holds
@@ -412,23 +413,12 @@ class _Used:
     def _scoped(self, arm: _Arm, ids: list[int]) -> tuple[Reply, int]:
         """A scoped answer, and how many safe points it passed; they are told when the request has ended."""
         arm.wake()
-        before = _counter(arm.url, "retire:safe_points_total")
+        before = metric(arm.url, SAFE_POINTS)
         reply = arm.send(ids, SCOPED_TOKENS, {"X-Retire-Scope": fresh_scope()}).wait()
         deadline = time.monotonic() + 5
-        while (found := _counter(arm.url, "retire:safe_points_total")) == before and time.monotonic() < deadline:
+        while (found := metric(arm.url, SAFE_POINTS)) == before and time.monotonic() < deadline:
             time.sleep(0.05)
-        return reply, found - before
-
-
-def _counter(url: str, name: str) -> int:
-    """A counter without labels, from the server's metrics."""
-    text = http.get(f"{url}/metrics", timeout=TIMEOUT_S).raise_for_status().text
-    return next(int(float(line.split()[1])) for line in text.splitlines() if line.startswith(f"{name} "))
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """The nearest rank."""
-    return sorted(values)[max(0, -(-percent * len(values) // 100) - 1)]
+        return reply, int(found - before)
 
 
 def percent_more(pairs: Pairs) -> float:
@@ -449,12 +439,11 @@ def _result(bench: Overhead, done: _Bench, used: Mapping[str, Any], starts: int,
         aim = f"≤ {AIM_PCT:g}" + (f", interval ≤ {BOUND_PCT:g}" if cell in BOUNDED else "")
         targets.append(Target(key, PAPER[cell], aim, verdict(cell, found)))
     summary |= used
-    reached = Verdict.REACHED if used["advance_p99_ms"] <= ADVANCE_AIM_MS else Verdict.NOT_REACHED
+    reached = whether(used["advance_p99_ms"] <= ADVANCE_AIM_MS)
     targets.append(Target("advance_p99_ms", "-", f"≤ {ADVANCE_AIM_MS:g}", reached))
     checks = dict(done.checks)
     for session in done.sessions:
-        for name, holds in session.checks.items():
-            checks[name] = checks.get(name, True) and holds
+        join(checks, session.checks)
     checks["every_pair_counts"] = all(len(done.found[cell]) == starts * count for cell, count in planned.items())
     cells = [
         Cell(

@@ -6,8 +6,8 @@ active speculative decode 9.99×, two kinds of KV groups 7.01×) and §7.3 (the 
 A predecessor is interrupted at a moment drawn uniformly from its work, with a successor that shares nothing with it.
 
 - `native`: the client hangs up; the engine is free when it answers again.
-- `retire`: POST /supersede with `inherit: none`; obsolete rows are closed when the record says so, `fence_ms` after
-  ADVANCE, on one clock for all processes of the host.
+- `retire`: the successor supersedes with `inherit: none`; obsolete rows are closed when the record says so, `fence_ms`
+  after ADVANCE, on one clock for all processes of the host.
 
 The bound is not a time but an interval: the fence may take as long as the longest time between two safe points of that
 very step, and a little (`fence_over_interval`, the largest of all trials).  Those intervals in turn must not be longer
@@ -32,10 +32,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.client import Reply, says_the_same
-from harness.experiment import Cell, Result, Target, figures
+from harness.experiment import Cell, Result, Target, columns, figures, join
 from harness.moments import MomentMissed, Moments
 from harness.session import Session, note, serving
-from harness.statistics import Bootstrap, Interval, at_least, at_most, ratio_of_medians
+from harness.statistics import Bootstrap, at_least, ratio_of_medians, whether
 from harness.workload import diverging, fresh_salt, fresh_scope, passage, record_of
 from retire import models
 
@@ -162,8 +162,7 @@ class Retirement:
             with serving(path.model, path.flags) as session:
                 bench = _Bench(session, path)
                 found[path.name] = [one for number in range(trials) if (one := bench.trial(number)) is not None]
-                for name, holds in session.checks.items():
-                    checks[name] = checks.get(name, True) and holds
+                join(checks, session.checks)
                 seal = session.seal
         return _result(found, checks, seal, planned)
 
@@ -301,16 +300,9 @@ _KEYS = ("fence_ms", "native_ms", "fence_ratio", "fence_over_interval", "longest
 
 
 def _reached(key: str, summary: Mapping[str, Any], aim: float) -> Target:
-    """A figure that is the worst of all trials: there is no interval around it."""
-    found = summary[key]
-    return Target(key, "-", f"≤ {aim:g}", at_most(Interval(found, found), aim))
+    return Target(key, "-", f"≤ {aim:g}", whether(summary[key] <= aim))
 
 
 def _cell(path: Path, trials: Sequence[Trial]) -> Cell:
-    arms: dict[str, dict[str, list[float]]] = {"native": {}, "retire": {}}
-    for trial in trials:
-        for arm, metrics in trial.as_metrics().items():
-            for metric, value in metrics.items():
-                arms[arm].setdefault(metric, []).append(value)
     about = {"bench": "retirement", "path": path.name, "tokens": path.tokens, "quantum": path.quantum}
-    return Cell(about, arms)
+    return Cell(about, columns(trial.as_metrics() for trial in trials))

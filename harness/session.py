@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from harness.client import TIMEOUT_S, Streaming, http
+from harness.experiment import join
 from harness.server import Server, start_side_by_side
 from harness.workload import bearer, complete, completion
 from retire import models
@@ -52,7 +53,7 @@ class Session:
 
     def check(self, name: str, holds: bool) -> bool:
         """Note one observation of a claim, which is true when all of them were.  Gives `holds` back."""
-        self.checks[name] = self.checks.get(name, True) and holds
+        join(self.checks, {name: holds})
         if not holds:
             note(f"  NOT {name}")
         return holds
@@ -86,11 +87,7 @@ class Session:
 
     def metric(self, name: str) -> float:
         """A gauge or counter of the server's, of which there is one.  Raises RuntimeError."""
-        metrics = http.get(f"{self.url}/metrics", timeout=TIMEOUT_S).raise_for_status().text
-        found = re.search(rf"^{re.escape(name)}\{{.*\}} (\S+)$", metrics, re.MULTILINE)
-        if found is None:
-            raise RuntimeError(f"the server does not tell {name}")
-        return float(found[1])
+        return metric(self.url, name)
 
     def check_rest(self, usage_before: float) -> None:
         """The engine must come to hold nothing for any scope, and the pool as many free blocks as before."""
@@ -135,6 +132,15 @@ def serving_side_by_side(
     finally:
         for server in servers:
             server.close()
+
+
+def metric(url: str, name: str) -> float:
+    """A gauge or counter of the server at `url`, with labels or without.  Raises RuntimeError."""
+    metrics = http.get(f"{url}/metrics", timeout=TIMEOUT_S).raise_for_status().text
+    found = re.search(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", metrics, re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"the server does not tell {name}")
+    return float(found[1])
 
 
 def note(text: str) -> None:

@@ -33,6 +33,11 @@ def median_of_ratios(pairs: Pairs) -> float:
     return statistics.median(above / below for above, below in pairs)
 
 
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The nearest rank."""
+    return sorted(values)[max(0, -(-percent * len(values) // 100) - 1)]
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
     """Both ends belong to it."""
@@ -92,6 +97,11 @@ class Verdict(StrEnum):
     REACHED = "reached"
     NOT_REACHED = "not reached"
     OPEN = "open: the interval holds the target"
+
+
+def whether(holds: bool) -> Verdict:
+    """Of a figure that was counted, or is the worst of all: there is no interval around it."""
+    return Verdict.REACHED if holds else Verdict.NOT_REACHED
 
 
 def at_least(interval: Interval, bound: float) -> Verdict:

@@ -33,7 +33,7 @@ from harness.client import Reply
 from harness.experiment import Cell, Result, Target
 from harness.faults import EXTENSION
 from harness.session import DEVELOPMENT, Session, note, serving
-from harness.statistics import Bootstrap, Verdict, at_most, median_of_ratios
+from harness.statistics import Bootstrap, Verdict, at_most, median_of_ratios, percentile
 from harness.workload import diverging, fresh_salt, fresh_scope, passage, record_of
 
 BLOCK, QUANTUM = 128, 256
@@ -239,4 +239,4 @@ def _by_kept(timed: Sequence[dict[str, dict[str, float]]]) -> dict[str, float]:
 
 
 def _p99(values: Sequence[float]) -> float | None:
-    return sorted(values)[max(0, -(-99 * len(values) // 100) - 1)] if values else None
+    return percentile(values, 99) if values else None

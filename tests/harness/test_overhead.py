@@ -9,8 +9,8 @@ import pytest
 
 from harness import overhead
 from harness.client import Frame, Reply
-from harness.overhead import Overhead, percent_more, percentile, verdict
-from harness.statistics import Bootstrap, Verdict
+from harness.overhead import Overhead, percent_more, verdict
+from harness.statistics import Bootstrap, Verdict, percentile
 
 USED = {"advance_p99_ms": 0.4, "safe_points_selective": 10, "safe_points_always": 20, "fence_ratio_same_run": 30.0}
 
