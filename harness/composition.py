@@ -97,11 +97,11 @@ class Revision:
 
 
 FULL = Revision(8000, 4096, 2, 0.40, 0.90)
-QUICK_FULL = Revision(4000, 2048, 2, 0.40, 0.90)
+QUICK_FULL = Revision(2048, 1024, 2, 0.40, 0.90)
 GRID = tuple(
     Revision(2048, 512, step, share, overlap) for step in (1, 2, 4) for share in SHARES for overlap in OVERLAPS
 )
-QUICK_GRID = tuple(Revision(2048, 512, 2, share, overlap) for share in (0.40, 0.95) for overlap in (0.0, 0.50, 1.0))
+QUICK_GRID = tuple(Revision(2048, 1024, 2, share, overlap) for share in (0.40, 0.95) for overlap in (0.0, 0.50, 1.0))
 
 
 @dataclass
@@ -139,18 +139,18 @@ class Composition:
     def run(self, *, quick: bool) -> Result:
         """See the module."""
         full, grid = (QUICK_FULL, QUICK_GRID) if quick else (FULL, GRID)
+        screen, judge = (1, 0) if quick else (self.screen, self.judge)
         checks: dict[str, bool] = {}
         with _serving(self.model, full, unarmed=True) as served:
             bench = _Bench(served, full)
             wholes = [trial for _ in range(1 if quick else self.pairs) if (trial := bench.trial(full, ARMS))]
             pages = bench.kept_pages(full)
+            found = _Grid(bench, grid).measured(screen, judge) if quick else None  # the same steps, the same servers
         _join(checks, served)
-        with _serving(self.model, grid[0], unarmed=False) as served:
-            bench = _Bench(served, grid[0])
-            found = _Grid(bench, grid)
-            found.screen(1 if quick else self.screen)
-            found.judge(0 if quick else self.judge)
-        _join(checks, served)
+        if found is None:
+            with _serving(self.model, grid[0], unarmed=False) as served:
+                found = _Grid(_Bench(served, grid[0]), grid).measured(screen, judge)
+            _join(checks, served)
         return self._result(served[0][1], checks, full, wholes, found, pages)
 
     def _result(
@@ -386,24 +386,22 @@ class _Grid:
         self._screened: dict[Revision, list[Trial]] = {one: [] for one in revisions}
         self._judged: dict[Revision, list[Trial]] = {}
 
-    def screen(self, pairs: int) -> None:
-        """Every cell, round by round."""
-        for number in range(pairs):
+    def measured(self, screen: int, judge: int) -> _Grid:
+        """Every cell so many times, round by round; then, where ours was not the faster one, so many fresh pairs."""
+        for number in range(screen):
             for revision in self._screened:
                 self._measure(self._screened, revision, number)
-
-    def judge(self, pairs: int) -> None:
-        """Fresh pairs where ours was not the faster one."""
         doubtful = [
             revision
             for revision, trials in self._screened.items()
             if trials and statistics.median(above / below for above, below in _against_native(trials)) >= 1
         ]
-        self._judged = {revision: [] for revision in doubtful} if pairs else {}
-        note(f"  {len(doubtful)} of {len(self._screened)} cells are measured again")
-        for number in range(pairs):
+        self._judged = {revision: [] for revision in doubtful} if judge else {}
+        note(f"  {len(self._judged)} of {len(self._screened)} cells are measured again")
+        for number in range(judge):
             for revision in self._judged:
                 self._measure(self._judged, revision, number)
+        return self
 
     def _measure(self, into: dict[Revision, list[Trial]], revision: Revision, number: int) -> None:
         arms = ["native_prefix", "trim"]
