@@ -77,7 +77,7 @@ class Moments:
 
     def calibrate(self, begin: Callable[[], Streaming], steps: int) -> None:
         """Learn from a prefill that nobody interrupts.  Raises MomentMissed when it did not show so many steps."""
-        self.idle_s = self.idle_s or statistics.median(self._idle_answer_s() for _ in range(9))
+        self.settle()
         prefill = begin()
         watch = self._watch()
         prefill.wait()
@@ -85,6 +85,10 @@ class Moments:
         if len(watch.ended) < steps:
             raise MomentMissed(f"{len(watch.ended)} steps of {steps} were seen: they are too short to tell")
         self.lengths_s[:] = [end - begin for begin, end in watch.ended[:steps]]
+
+    def settle(self) -> None:
+        """Learn how long an answer takes while nothing is computed."""
+        self.idle_s = statistics.median(self._idle_answer_s() for _ in range(9))
 
     def wait(self, prefill: Streaming, step: int, share: float) -> Moment:
         """Until step number `step` (from 1) has done that share of its work.  Raises MomentMissed.

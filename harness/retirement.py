@@ -176,7 +176,12 @@ class _Bench:
         self._draw = random.Random(path.name)  # noqa: S311 - moments
         for seed in (1, 2):  # the first one warms up
             ids = passage(session.url, session.model, path.tokens, seed)
-            self._moments.calibrate(functools.partial(session.stream, ids, 1, fresh_salt()), path.steps)
+            begin = functools.partial(session.stream, ids, 1, fresh_salt())
+            if path.decoding:
+                begin().wait()
+                self._moments.settle()
+            else:
+                self._moments.calibrate(begin, path.steps)
 
     def trial(self, number: int) -> Trial | None:
         """Both arms at one moment; None when it was never hit, or something was wrong."""
