@@ -49,19 +49,36 @@ class Interval:
 class Bootstrap:
     """The distribution of `statistic` over resampled pairs.  `value` is the statistic of the pairs themselves.
 
+    `groups`: which group each pair belongs to, if pairs have more in common than a pair has (the servers of one start).
+    Groups are drawn first, then pairs of each.
+
     Raises:
         ValueError: there is no pair.
     """
 
     def __init__(
-        self, statistic: Callable[[Pairs], float], pairs: Pairs, *, resamples: int = RESAMPLES, seed: int = 0
+        self,
+        statistic: Callable[[Pairs], float],
+        pairs: Pairs,
+        *,
+        groups: Sequence[Hashable] | None = None,
+        resamples: int = RESAMPLES,
+        seed: int = 0,
     ) -> None:
         if not pairs:
             raise ValueError("no pair was measured")
         draw = random.Random(seed)  # noqa: S311 - resampling keeps no secret
+        members: dict[Hashable, list[tuple[float, float]]] = {}
+        for pair, group in zip(pairs, groups or [None] * len(pairs), strict=True):
+            members.setdefault(group, []).append(pair)
+        among = list(members.values())
         self.value = statistic(pairs)
-        self._least_p = 0.5 ** len(pairs)  # what the sign test of so few pairs could show at best
-        self._draws = sorted(statistic(draw.choices(pairs, k=len(pairs))) for _ in range(resamples))
+        # What the sign test of so few could show at best.
+        self._least_p = 0.5 ** (len(pairs) if groups is None else len(among))
+        self._draws = sorted(
+            statistic([one for group in draw.choices(among, k=len(among)) for one in draw.choices(group, k=len(group))])
+            for _ in range(resamples)
+        )
 
     def interval(self, level: float = 0.95) -> Interval:
         """The percentile interval, its ends taken outwards to draws that occurred."""

@@ -117,3 +117,13 @@ def test_a_target_is_reached_when_the_whole_interval_is_there():
     assert at_most(Interval(0.9, 1.02), 1.02) is Verdict.REACHED
     assert at_most(Interval(0.9, 1.03), 1.02) is Verdict.OPEN
     assert at_most(Interval(1.03, 1.1), 1.02) is Verdict.NOT_REACHED
+
+
+def test_pairs_of_one_group_are_drawn_together() -> None:
+    pairs = [(100 + 5 * group, 100) for group in range(3) for _ in range(100)]
+    groups = [group for group in range(3) for _ in range(100)]
+    alone, together = Bootstrap(median_of_ratios, pairs), Bootstrap(median_of_ratios, pairs, groups=groups)
+    assert alone.value == together.value == 1.05
+    assert (alone.interval().low, alone.interval().high) == (1.05, 1.05), "300 pairs, if they are independent"
+    assert (together.interval().low, together.interval().high) == (1.0, 1.1), "three starts, which are what differs"
+    assert together.p_not_above(1.01) >= 0.125, "three of one kind prove no more"
