@@ -3,7 +3,8 @@
 Stands beside Table 10 (FENCE against the native request boundary: long prefill 24.9×, draft–verify prefill 51.3×,
 active speculative decode 9.99×, two kinds of KV groups 7.01×) and §7.3 (the native tail grows with the quantum).
 
-A predecessor is interrupted at a moment drawn uniformly from its work, with a successor that shares nothing with it.
+A predecessor is interrupted at a moment drawn uniformly from its work, with a short successor that shares nothing with
+it.
 
 - `native`: the client hangs up; the engine is free when it answers again.
 - `retire`: the successor supersedes with `inherit: none`; obsolete rows are closed when the record says so, `fence_ms`
@@ -41,6 +42,7 @@ from retire import models
 
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ANSWER_TOKENS, PREDECESSOR_TOKENS, ALTERNATIVES = 4, 400, 5
+SUCCESSOR_TOKENS = 512
 DRAFTS = 3
 DECODE_S = 0.5  # longer than a step that drafts and verifies
 OVER_INTERVAL_AIM, OVER_MEAN_AIM = 1.25, 1.3
@@ -188,6 +190,7 @@ class _Bench:
         session, path = self._session, self._path
         drafts = session.metric(DRAFTED) if path.drafted else 0
         old, new = diverging(session.url, session.model, 0, path.tokens, seed=100 + number)
+        new = new[:SUCCESSOR_TOKENS]
         for _ in range(TRIES):
             where = self._draw_moment()
             try:
