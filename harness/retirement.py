@@ -138,7 +138,7 @@ PATHS = (
         drafted=True,
         decoding=True,
     ),
-    Path("two_kv_groups", "gemma3", 4000, 4000, layers=18, paper=7.01, aim=7.01),
+    Path("two_kv_groups", "gemma3-270m", 4000, 4000, layers=18, paper=7.01, aim=7.01),
 )
 TAILS = tuple(Path(f"tail_{quantum}", "smollm2", 8000, quantum, layers=30, paper=0, aim=0) for quantum in (1024, 2048))
 
