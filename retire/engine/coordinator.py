@@ -87,7 +87,7 @@ class Coordinator:
         self._answers: list[tuple[ScopeKey, happened.Event]] = []  # to effects, fed when all of them are carried out
         self._feeding = False
         self._expiry_ns: dict[TransitionId, int] = {}
-        self._step_began_ns = 0
+        self._step_ended_ns = 0
         self._safe_points = 0  # passed since they were last told
         self._contents = 0  # of the cache: counts what makes everything written before it worthless
         self.certificates: dict[RequestId, Certificate] = {}
@@ -212,7 +212,7 @@ class Coordinator:
 
     def scheduled(self, output: Any) -> None:
         """A step was scheduled: describe it for the workers, and verify what was adopted."""
-        self._step_began_ns = self._clock_ns()
+        output.retire_began_ns = self._clock_ns()
         for rid in self._steps.scheduled(output):
             if rid in self.certificates:
                 self._verify_adoption(rid)
@@ -221,11 +221,20 @@ class Coordinator:
     def step_ended(self, output: Any, receipt: Receipt | None) -> None:
         """The step's output is here, not yet processed: publish what was written, close what lost authority."""
         rows, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
+        began_ns = max(output.retire_began_ns, self._step_ended_ns)  # it may have waited for the one before
+        self._step_ended_ns = self._clock_ns()
         if requests and not (receipt is not None and (receipt.stopped or receipt.cuts)):
-            self._rates.ran(rows, requests, self._clock_ns() - self._step_began_ns)
+            self._rates.ran(rows, requests, self._step_ended_ns - began_ns)
         self._steps.ended(output, receipt)
         self._safe_points += receipt.safe_points if receipt is not None else 0
         self.sweep()
+
+    def counts_for_nothing(self, request_id: str) -> bool:
+        """After `step_ended`, of a request in the step: it has lost authority, and a later step computes it still.
+
+        Nobody may look at its tokens: they may have been sampled from nothing.
+        """
+        return self.is_scoped(request_id) and self.revoked(request_id)
 
     def preempted(self, request_id: str) -> None:
         """The request lost its blocks and starts over."""
@@ -590,7 +599,7 @@ class Coordinator:
                 "layer": cut.layer if cut else None,
                 "phase": phase.value if phase else None,
                 "stopped": bool(cut and cut.choice is Choice.STOP),
-                "obsolete_closed_ns": receipt.obsolete_closed_ns(rid) if receipt else None,
+                "obsolete_closed_ns": tracked.closed_ns,
                 "safe_points": receipt.safe_points if receipt else 0,
                 "longest_interval_ns": receipt.longest_interval_ns if receipt else 0,
             }

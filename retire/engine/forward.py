@@ -94,7 +94,9 @@ class _Guarded:
     ) -> None:
         self._runner, self._phase = runner, phase
         self._hidden, self._rows, self._run = hidden, rows, run
-        self._loop = _loop_of(model, compiled=bool(runner.vllm_config.compilation_config.mode))
+        self._loop = decoder_loop(model)
+        if runner.vllm_config.compilation_config.mode:
+            self._loop.give_up("it is compiled")
 
     def __call__(self) -> Any:
         step = guard()
@@ -144,10 +146,9 @@ class _Guarded:
         return target_batch(self._runner) if self._phase is Phase.TARGET else draft_batch(self._runner)
 
 
-def _loop_of(model: nn.Module, *, compiled: bool) -> DecoderLoop:
+def decoder_loop(model: nn.Module) -> DecoderLoop:
+    """The model's, found once."""
     loop = _loops.get(model)
     if loop is None:
         loop = _loops[model] = DecoderLoop(model)
-        if compiled:
-            loop.give_up("it is compiled")
     return loop

@@ -579,3 +579,71 @@ def test_a_limit_is_waited_for_across_both_passes(table: AuthorityTable) -> None
     guard.layer_point(0)
     with pytest.raises(StepFenced):
         guard.layer_point(1)
+
+
+# -- steps in flight ----------------------------------------------------------------------------------------------
+
+
+def test_a_later_step_of_a_cut_request_counts_for_nothing(table: AuthorityTable) -> None:
+    """It was launched before, on top of rows that do not exist now."""
+    scope = Scope(table)
+    ticket = scope.ticket()
+    guard, _ = running(table, plan(rows(ticket, 0, 2 * UNIT)))
+    scope.advance()
+    table.lower(ticket, 4 * UNIT)
+    table.lower(ticket, UNIT)
+    guard.layer_point(1)
+    assert ended(guard).ends == (UNIT,)
+    guard.begin(plan(rows(ticket, 2 * UNIT, 4 * UNIT), seq=2))
+    guard.arm(LAYERS, Pass())
+    with pytest.raises(StepFenced):
+        guard.layer_point(0)
+    receipt = ended(guard)
+    assert (receipt.stopped, receipt.ends) == (True, (2 * UNIT,))
+    assert receipt.cuts[0].choice is Choice.STOP
+    guard.begin(plan(rows(ticket, 4 * UNIT, 5 * UNIT), seq=3, armed=False))
+    assert ended(guard).ends == (4 * UNIT,), "nor does one without safe points"
+
+
+def test_rows_that_the_limit_still_wants_are_of_no_use_behind_a_hole(table: AuthorityTable) -> None:
+    """Nobody had said how much is wanted when the first was stopped."""
+    scope, other = Scope(table), Scope(table, 2)
+    ticket, theirs = scope.ticket(), other.ticket()
+    guard, _ = running(table, plan(rows(ticket, 0, 2 * UNIT)), cuttable=False)
+    scope.advance()
+    with pytest.raises(StepFenced):
+        guard.attention_point("layer 0")
+    assert ended(guard).ends == (0,)
+    table.lower(ticket, 8 * UNIT)
+    guard.begin(plan(rows(ticket, 2 * UNIT, 3 * UNIT), rows(theirs, 0, UNIT), seq=2))
+    made = Pass()
+    guard.arm(LAYERS, made)
+    guard.layer_point(0)
+    assert made.kept == [{RequestId(f"r{ticket.row}"): 0}]
+    assert ended(guard).ends == (2 * UNIT, UNIT)
+
+
+def test_a_request_that_starts_over_leaves_its_hole_behind(table: AuthorityTable) -> None:
+    scope = Scope(table)
+    ticket = scope.ticket()
+    guard, _ = running(table, plan(rows(ticket, 0, 2 * UNIT)))
+    scope.advance()
+    table.lower(ticket, UNIT)
+    guard.layer_point(1)
+    ended(guard)
+    guard.begin(plan(rows(ticket, 0, UNIT), seq=2, armed=False))
+    assert ended(guard).ends == (UNIT,)
+    guard.begin(plan(rows(ticket, UNIT, 2 * UNIT), seq=3, armed=False))
+    assert ended(guard).ends == (2 * UNIT,)
+
+
+def test_a_step_that_nobody_drafted_for_leaves_no_hole_in_the_targets_layers(table: AuthorityTable) -> None:
+    ticket = Scope(table).ticket()
+    guard = StepGuard(table)
+    guard.begin(plan(rows(ticket, 0, UNIT)), drafts=True)
+    ended(guard)
+    guard.begin(plan(rows(ticket, UNIT, 2 * UNIT), seq=2))
+    guard.arm(LAYERS, made := Pass())
+    guard.layer_point(0)
+    assert made.kept == []
+    assert ended(guard).ends == (2 * UNIT,)
