@@ -41,7 +41,7 @@ class Settings:
     dram_bytes: int = 1 << 30
     min_inherit_tokens: int = 0
     limit_patience: int = 1
-    window_layers: int = 2
+    window_layers: int = 4
     backlog_bytes: int = 16_384
 
     @classmethod

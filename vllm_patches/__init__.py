@@ -31,7 +31,6 @@ MODULES = (
     "worker_step",
     "worker_receipt",
     "model_forward",
-    "second_runner_step",
     "draft_proposal",
     "attention_safe_point",
     "column_linear_safe_point",

@@ -40,6 +40,18 @@ def add_tier(arguments: Any, dram_bytes: int) -> None:
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
 
 
+def add_worker_process(arguments: Any) -> None:
+    """Give the worker of an accelerator a process of its own, unless the caller has chosen.
+
+    In armed steps it waits for the device (`retire.engine.ahead`).  In the engine's process the output of one step
+    would wait with it until the next one has nearly ended.
+    """
+    from vllm.platforms import current_platform
+
+    if arguments.distributed_executor_backend is None and current_platform.is_cuda_alike():
+        arguments.distributed_executor_backend = "mp"
+
+
 def refusals(config: Any, *, api_processes: int) -> list[str]:
     """What in a VllmConfig stands in the way, one line each."""
     from vllm.platforms import current_platform
@@ -60,6 +72,10 @@ def refusals(config: Any, *, api_processes: int) -> list[str]:
         (parallel.enable_dbo, "dual-batch overlap (--enable-dbo)"),
         (model.is_hybrid or model.is_attention_free, "Mamba or other state-space layers: their state cannot restart"),
         (not cache.enable_prefix_caching, "--no-enable-prefix-caching: certificates install through it"),
+        (
+            ahead and parallel.distributed_executor_backend == "uni",
+            "asynchronous scheduling in one process with the worker (--distributed-executor-backend mp): outputs wait",
+        ),
         (
             _prefetches_weights(config.offload_config),
             "weights that layers prefetch for one another (--offload-group-size): a stopped step mixes them up",

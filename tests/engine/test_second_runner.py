@@ -1,4 +1,4 @@
-"""Model runner V2's forward call, guarded on the model: with a stand-in for the runner, which needs a device."""
+"""Model runner V2's forward call, guarded on the model: with a stand-in for the runner, which needs Triton."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from retire.core.types import RequestId
 from retire.engine import second_runner
 from retire.engine.plan import PlannedRows, Receipt, StepPlan
 from retire.engine.worker import StepGuard
-from vllm_patches import second_runner_step
+from vllm_patches import worker_step
 
 ROWS, HIDDEN, LAYERS, KEY = 24, 4, 3, 5
 
@@ -50,11 +50,10 @@ class Runner:
         self.use_aux_hidden_state_outputs = self.graph = False
         self.embeds: torch.Tensor | None = None
 
-    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
-        assert intermediate_tensors is None
+    def execute_model(self) -> torch.Tensor:
         if self.graph:
             return torch.ones(ROWS, HIDDEN)
-        return self.model(input_ids=torch.zeros(ROWS), positions=scheduler_output, inputs_embeds=self.embeds)
+        return self.model(input_ids=torch.zeros(ROWS), positions=None, inputs_embeds=self.embeds)
 
 
 class Step:
@@ -67,12 +66,13 @@ class Step:
         self.guard = StepGuard(table)
         self.runner = Runner(self.guard)
         monkeypatch.setattr(second_runner, "guard", lambda: self.guard)
-        self.execute = second_runner_step.build(Runner.execute_model)
+        monkeypatch.setattr("retire.engine.worker.guard", lambda: self.guard)
+        self.worker = SimpleNamespace(model_runner=self.runner, use_v2_model_runner=True)
+        self.execute = worker_step.build(lambda worker, _output: worker.model_runner.execute_model())
 
     def launch(self, *, armed: bool = True, foreign: int = 0) -> tuple[torch.Tensor, Receipt]:
         rows = PlannedRows(RequestId("a"), self.ticket, 0, ROWS)
-        self.guard.begin(StepPlan(1, (rows,), foreign, armed))
-        output = self.execute(self.runner, None)
+        output = self.execute(self.worker, SimpleNamespace(retire_plan=StepPlan(1, (rows,), foreign, armed)))
         assert "forward" not in vars(self.runner.model), "the model is as it was"
         assert not self.guard.armed
         receipt = self.guard.end()

@@ -394,6 +394,7 @@ def config(**changes: object) -> SimpleNamespace:
         "parallel_config.pipeline_parallel_size": 1,
         "parallel_config.data_parallel_size": 1,
         "parallel_config.enable_dbo": False,
+        "parallel_config.distributed_executor_backend": "mp",
         "cache_config.enable_prefix_caching": True,
         "model_config.is_hybrid": False,
         "model_config.is_attention_free": False,
@@ -435,6 +436,22 @@ def test_a_plain_configuration_is_served() -> None:
     check(config(), api_processes=1)
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "given", "taken"), [(True, None, "mp"), (True, "uni", "uni"), (False, None, None)]
+)
+def test_an_accelerators_worker_has_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, accelerator: bool, given: str | None, taken: str | None
+) -> None:
+    from vllm.platforms import current_platform
+
+    from retire.engine.configuration import add_worker_process
+
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda _: accelerator)
+    arguments = SimpleNamespace(distributed_executor_backend=given)
+    add_worker_process(arguments)
+    assert arguments.distributed_executor_backend == taken
+
+
 @pytest.mark.parametrize("second_runner", [False, True])
 def test_what_an_accelerator_does_by_default_is_served(monkeypatch: pytest.MonkeyPatch, second_runner: bool) -> None:
     from vllm.platforms import current_platform
@@ -444,6 +461,10 @@ def test_what_an_accelerator_does_by_default_is_served(monkeypatch: pytest.Monke
     by_default = {"scheduler_config.async_scheduling": True, "use_v2_model_runner": second_runner}
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     assert refusals(config(**by_default), api_processes=1) == []
+    (in_one_process,) = refusals(
+        config(**by_default, **{"parallel_config.distributed_executor_backend": "uni"}), api_processes=1
+    )
+    assert "--distributed-executor-backend mp" in in_one_process
     (no_async, *no_drafts) = refusals(
         config(**by_default, speculative_config=speculation("draft_model")), api_processes=1
     )
