@@ -7,11 +7,15 @@ row is in the next step.  Blocks that go while a step may write them go back whe
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
 
 from retire.engine.rates import Rates
+from retire.engine.scheduler import VersionedScheduler
 from retire.engine.worker import StepGuard
 from tests.engine.test_coordinator import (
     ALL_STAGES,
@@ -305,14 +309,70 @@ def test_a_step_takes_as_long_as_it_had_the_device_to_itself(tmp_path: Path, mon
         assert took == [30_000_000, 5_000_000]
 
 
+class Upstream:
+    def update_from_output(self, _scheduled: Any, output: Any) -> dict[int, Any]:
+        self.seen = output.sampled_token_ids
+        return {}
+
+
+class Both(VersionedScheduler, Upstream):
+    def __init__(self, over: set[str]) -> None:
+        self._tier = None
+        self.order: list[Any] = []
+        self.retire: Any = SimpleNamespace(
+            step_ended=lambda _output, receipt: self.order.append(receipt),
+            counts_for_nothing=lambda rid: self.order.append(rid) or rid in over,
+            facts=SimpleNamespace(flush=lambda: None),
+        )
+
+
+@pytest.mark.parametrize("said", [[[7], [8]], [[7], []], []])
+def test_upstream_is_shown_no_token_of_a_version_that_is_over(said: list[list[int]]) -> None:
+    scheduler = Both({"old"})
+    output = SimpleNamespace(
+        sampled_token_ids=said,
+        req_id_to_index={"old": 0, "other": 1},
+        kv_connector_output=None,
+        retire_receipt="receipt",
+    )
+    scheduler.update_from_output(SimpleNamespace(num_scheduled_tokens={"other": 3, "old": 1}), output)
+    assert scheduler.order[0] == "receipt", "what has lost authority is closed first, if nothing computes it"
+    assert scheduler.seen == ([[], *said[1:]] if said else [])
+
+
 # -- at random --------------------------------------------------------------------------------------------------------
 
 
 class ChurnAhead(Churn):
+    """Denser than its parent where this file looks: versions end while their requests are in two steps."""
+
     make = Ahead
 
+    @rule(count=st.integers(1, 5), budget=st.sampled_from([6, 16, 24]))
+    def go_on(self, count: int, budget: int) -> None:
+        for _ in range(count):
+            self.world.step(budget)
+        self.world.schedule(budget)
 
-class ChurnForgetful(Churn):
+    @precondition(lambda self: self.in_flight())
+    @rule(data=st.data(), tokens=st.none() | st.integers(0, 40), late=st.booleans())
+    def supersede_in_flight(self, data: st.DataObject, tokens: int | None, late: bool) -> None:
+        rid = data.draw(st.sampled_from(self.in_flight()))
+        self.world.scope(self.world.tags[rid].scope).store()
+        if tokens is not None:
+            self.world.table.lower(self.world.tags[rid].ticket, tokens)
+        self.world.finish_step()
+        if late and self.world.steps:  # whatever it was launched on
+            self.world.finish_step(stop=False)
+
+    def in_flight(self) -> list[str]:
+        """Requests of a current epoch that the oldest step computes."""
+        found = self.world.steps[0].num_scheduled_tokens if self.world.steps else ()
+        table, tags = self.world.table, self.world.tags
+        return sorted(rid for rid in found if rid in tags and table.holds(tags[rid].ticket))
+
+
+class ChurnForgetful(ChurnAhead):
     make = Forgetful
 
 
