@@ -62,6 +62,7 @@ SEAM = Seam(
         "vllm.v1.engine.core:EngineCoreProc._process_engine_step",
         "vllm.v1.kv_cache_interface:create_kv_cache_views",
         "vllm.v1.kv_offload.cpu.host_register:host_register",
+        "vllm.v1.worker.gpu.attn_utils:init_kv_cache",
         "vllm.v1.worker.utils:allocate_kv_cache",
     ),
 )
