@@ -179,7 +179,7 @@ def test_structured_output_is_cut_off_without_an_error(ahead, scope):
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     for attempt in range(4):
         ids = text_ids(ahead.url, 2500, seed=300 + attempt)
-        old = completion(ids, 64, structured_outputs={"json": schema})
+        old = completion(ids, 64, structured_outputs={"json": schema}, ignore_eos=False)
         found = supersede(ahead.url, f"{scope}-{attempt}", old, completion([*ids[:2000], 3]), after_s=0.15 * attempt)
         assert found.new.text == clean_run(ahead.url, [*ids[:2000], 3], found.record["inherited_tokens"])
     assert "grammar rejected" not in ahead.log()
