@@ -187,12 +187,14 @@ def test_the_first_is_cut_and_the_second_counts_for_nothing(tmp_path: Path, make
         world.table.lower(world.tags[old].ticket, 12)
         world.deliver()
         world.finish_step()
+        world.pass_time(5)
         assert world.retire._requests[old].frontier_tokens == 12
         assert old in world.requests, "its second step is still computed"
         assert not world.facts("receipt")
         world.finish_step(stop=None if make is Ahead else False)
         receipt = world.one("receipt")
-        assert receipt["frontier_tokens"] == 12
+        assert (receipt["frontier_tokens"], receipt["choice"]) == (12, "trim")
+        assert make is Ahead or receipt["obsolete_closed_ns"] == world.now_ns, "when the second had ended"
         world.admit(scope, REVISED)
         world.run()
         assert world.one("certificate")["tokens"] == 12
