@@ -73,6 +73,10 @@ def refusals(config: Any, *, api_processes: int) -> list[str]:
         (model.is_hybrid or model.is_attention_free, "Mamba or other state-space layers: their state cannot restart"),
         (not cache.enable_prefix_caching, "--no-enable-prefix-caching: certificates install through it"),
         (
+            not (current_platform.is_cpu() or current_platform.is_cuda_alike()),
+            "a device that is neither a CPU nor of CUDA's kind: when it has computed what was launched is not known",
+        ),
+        (
             ahead and parallel.distributed_executor_backend == "uni",
             "asynchronous scheduling in one process with the worker (--distributed-executor-backend mp): outputs wait",
         ),

@@ -460,6 +460,9 @@ def test_what_an_accelerator_does_by_default_is_served(monkeypatch: pytest.Monke
 
     by_default = {"scheduler_config.async_scheduling": True, "use_v2_model_runner": second_runner}
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    (unknown_device,) = refusals(config(**by_default), api_processes=1)
+    assert "neither a CPU nor of CUDA's kind" in unknown_device
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda _: True)
     assert refusals(config(**by_default), api_processes=1) == []
     (in_one_process,) = refusals(
         config(**by_default, **{"parallel_config.distributed_executor_backend": "uni"}), api_processes=1
