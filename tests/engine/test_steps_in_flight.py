@@ -323,6 +323,7 @@ class Both(VersionedScheduler, Upstream):
         self.order: list[Any] = []
         self.retire: Any = SimpleNamespace(
             step_ended=lambda _output, receipt: self.order.append(receipt),
+            scoped_requests=len(over),
             counts_for_nothing=lambda rid: self.order.append(rid) or rid in over,
             facts=SimpleNamespace(flush=lambda: None),
         )
