@@ -358,10 +358,12 @@ class World:
         """Rows of the request are in the step that is being scheduled."""
 
     def _sampled(self, step: FakeStep) -> None:
-        """What upstream makes of the step's tokens."""
+        """What upstream makes of the step's tokens.  The next token comes of the last step with the request's rows."""
         for rid in step.num_scheduled_tokens:
             request = self.requests.get(rid)
-            if request is None or rid not in self.running or request.num_computed_tokens < request.num_tokens:
+            if request is None or rid not in self.running or self._in_flight(rid):
+                continue
+            if request.num_computed_tokens < request.num_tokens:
                 continue
             if request.full():
                 self.finished.append(rid)
