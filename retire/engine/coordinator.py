@@ -139,7 +139,7 @@ class Coordinator:
         tag = self._requests[request_id].tag
         key = (tag.tenant, tag.scope)
         state = self._states.get(key)
-        if state is None or (state.cancelled and tag.epoch > state.epoch):
+        if state is None or (state.cancelled and tag.epoch >= state.epoch):
             state = self._states[key] = ScopeState(tenant=tag.tenant, scope=tag.scope, epoch=tag.epoch)
         if tag.epoch > state.epoch:
             self._early.setdefault(key, []).append(request_id)
@@ -331,7 +331,10 @@ class Coordinator:
         return {"engine": self.leftovers(event.get("tenant")), "tier": self._keeper.counters()}
 
     def _cancelled(self, key: ScopeKey) -> None:
-        if key in self._states and not self._states[key].cancelled:
+        """The scope's life is over, unless the message is late and the table speaks of the next one already."""
+        state = self._states.get(key)
+        current = state is not None and any(rid in self._requests and not self.revoked(rid) for rid in state.live)
+        if state is not None and not state.cancelled and not current:
             self._feed(key, happened.ScopeCancelled())
         self._finished.forget(key)
         for orphan in self._orphans.pop(key, []):

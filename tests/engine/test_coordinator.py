@@ -1389,6 +1389,37 @@ def test_a_cancelled_scope_is_used_again_before_the_message(world: World) -> Non
     assert world.finished == [new]
 
 
+def test_a_late_message_about_a_cancelled_life_does_not_end_the_next(world: World) -> None:
+    """A supersede of the next life waits for the receipts of what came here before that message."""
+    scope = world.scope()
+    scope.cancel()
+    scope.revive()
+    world.admit(scope, PROMPT)
+    world.schedule()
+    world.deliver()
+    world.admit(scope, REVISED)
+    transition = scope.supersede()
+    new = world.admit(scope, REVISED)
+    assert stages(world, transition) == ["advance"], "obsolete rows are in flight"
+    world.finish_step(stop=False)
+    world.run()
+    assert outcomes(world) == {transition: "inherited"}
+    assert world.finished == [new]
+
+
+def test_a_request_behind_a_late_message_about_a_cancelled_life_runs(world: World) -> None:
+    scope = world.scope()
+    scope.cancel()
+    scope.revive()
+    gone = world.admit(scope, PROMPT)
+    world.schedule()
+    world.client_leaves(gone)
+    world.deliver()
+    new = world.admit(scope, REVISED)
+    world.run()
+    assert world.finished == [new]
+
+
 def test_pins_expire_without_a_successor(world: World) -> None:
     scope = world.scope()
     world.admit(scope, PROMPT)
