@@ -149,13 +149,16 @@ class Coordinator:
     def may_run(self, request: Any) -> bool:
         """Whether the scheduler may start this waiting request now."""
         rid = request.request_id
-        if rid in self._held or self.paused(rid):
+        if rid in self._held or rid in self._aborted or self.paused(rid):
             return False
         return rid in self.certificates or not self._steps.shares_unwritten(request)
 
     def may_go_on(self, request_id: str) -> bool:
-        """Whether another step may be launched for this running request."""
-        return not self.paused(request_id) and not self.revoked(request_id)
+        """Whether another step may be launched for this running request.
+
+        Not for an aborted one: its abort waits until no step computes it.
+        """
+        return not (request_id in self._aborted or self.paused(request_id) or self.revoked(request_id))
 
     def alone(self, request_id: str) -> bool:
         """Whether the request shares no step with others."""

@@ -275,6 +275,10 @@ class World:
         """The API process gives the ticket back and aborts."""
         if request_id in self.tags:
             self.table.release(self.tags[request_id].ticket)
+        self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """vLLM's front end wants no more of it (a stop string, say); its ticket holds."""
         if not self.retire.defers_abort(request_id):
             self.drop(request_id)
 
@@ -1991,6 +1995,11 @@ class Churn(RuleBasedStateMachine):
     @rule(data=st.data())
     def client_leaves(self, data: st.DataObject) -> None:
         self.world.client_leaves(data.draw(st.sampled_from(sorted(self.world.requests))))
+
+    @precondition(lambda self: self.world.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.world.abort(data.draw(st.sampled_from(sorted(self.world.requests))))
 
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:

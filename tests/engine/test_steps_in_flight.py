@@ -311,6 +311,37 @@ def test_a_step_takes_as_long_as_it_had_the_device_to_itself(tmp_path: Path, mon
         assert took == [30_000_000, 5_000_000]
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_who_is_aborted_with_its_ticket_in_order_gets_no_further_step(tmp_path: Path, in_flight: int) -> None:
+    """A stop string was seen.  The abort waits for the last step, so there must be a last one."""
+    with world_in(tmp_path, make=Ahead) as world:
+        rid = world.admit(world.scope(), PROMPT[:16], max_tokens=100)
+        other = world.admit(None, PROMPT[:8], max_tokens=9)
+        for _ in range(4):
+            world.step()
+        if in_flight == 2:
+            world.schedule()
+        world.abort(rid)
+        for _ in range(in_flight):
+            assert rid in world.requests, "a step computes it"
+            assert set(world.schedule().num_scheduled_tokens) == {other}
+            world.finish_step()
+        assert rid not in world.requests
+        world.run()
+        assert world.finished == [other]
+
+
+def test_who_is_aborted_after_a_preemption_does_not_start_over(tmp_path: Path) -> None:
+    with world_in(tmp_path, make=Ahead) as world:
+        rid = world.admit(world.scope(), PROMPT[:16], max_tokens=6)
+        world.schedule()
+        world.preempt(rid)
+        world.abort(rid)
+        assert not world.retire.may_run(world.requests[rid])
+        world.finish_step()
+        assert rid not in world.requests
+
+
 class Upstream:
     def update_from_output(self, _scheduled: Any, output: Any) -> dict[int, Any]:
         self.seen = output.sampled_token_ids
