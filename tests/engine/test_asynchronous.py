@@ -1,13 +1,13 @@
 """vLLM's asynchronous scheduling on the real engine: the next step is launched before the last one has ended.
 
-The CPU back end switches it off, because there is no device to wait for.  Here it is on, with stand-ins for streams
-and events: the scheduler, the runner and their outputs are upstream's asynchronous ones, and the engine schedules while
-the worker computes.  What a device adds to that is time (`test_ahead.py`).
+The CPU back end switches it off, because there is no device to wait for.  In `ahead_server` it is on, with stand-ins
+for streams and events (`ahead/sitecustomize.py`): the scheduler, the runner and their outputs are upstream's
+asynchronous ones, and the engine schedules while the worker computes.  What a device adds to that is time
+(`test_ahead.py`).
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ import pytest
 
 from harness.client import Streaming
 from harness.server import Server
-from tests.conftest import SHORT_PINS, TINY_FLAGS, leak_checked, served
+from tests.conftest import leak_checked
 from tests.support import (
     clean_run,
     completion,
@@ -28,58 +28,7 @@ from tests.support import (
     text_ids,
 )
 
-AHEAD = '''
-"""Asynchronous scheduling where there is no device: streams and events that have nothing to wait for."""
-from contextlib import nullcontext
-
-from retire import seal
-
-install = seal.install
-
-
-class Nothing:
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def record(self, *args):
-        pass
-
-    wait_stream = synchronize = record
-
-
-def patched_and_ahead():
-    if seal.current() is None:
-        install()
-        import torch
-        from vllm.platforms.cpu import CpuPlatform
-
-        check = CpuPlatform.check_and_update_config
-
-        def check_and_update_config(config):
-            check(config)
-            config.scheduler_config.async_scheduling = True
-            chosen = config.scheduler_config.get_scheduler_cls().__name__
-            print(f"scheduled by {chosen}, {config.max_concurrent_batches} at a time", flush=True)
-
-        CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
-        torch.cuda.Event = torch.cuda.Stream = Nothing
-        torch.cuda.current_stream = lambda *_: Nothing()
-        torch.cuda.stream = lambda _: nullcontext()
-    return seal.current()
-
-
-seal.install = patched_and_ahead
-'''
 PREFIX = 7000
-
-
-@pytest.fixture(scope="module")
-def ahead_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("ahead")
-    (folder / "sitecustomize.py").write_text(AHEAD)
-    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    small_steps = ("--max-num-batched-tokens", "1024")
-    yield from served("tiny-llama", (*TINY_FLAGS, *small_steps), env={**SHORT_PINS, "PYTHONPATH": path})
 
 
 @pytest.fixture
