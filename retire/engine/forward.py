@@ -50,8 +50,8 @@ def draft_model(runner: Any) -> nn.Module | None:
 def drafted(runner: Any, propose: Callable[[], Any]) -> Any:
     """What the drafter proposes.  Its model's first pass, over all rows of the step, is guarded as the target's is.
 
-    The passes behind it compute one guessed token of each request, so one look before each is enough.  A stop leaves
-    zeros: nobody of the step will ever verify them.
+    The passes behind it compute one guessed token of each request: they stop as a whole.  A stop leaves zeros: nobody
+    of the step will ever verify them.
     """
     model, step = draft_model(runner), guard()
     if model is None:
@@ -62,9 +62,7 @@ def drafted(runner: Any, propose: Callable[[], Any]) -> Any:
         nonlocal passes
         passes += 1
         if passes > 1:
-            if step.wanted:
-                step.guess_point()
-            return forward(**inputs)
+            return guesses(inputs)
         output = first(inputs)
         step.drafted()
         return output
@@ -74,6 +72,15 @@ def drafted(runner: Any, propose: Callable[[], Any]) -> Any:
             return forward(**inputs)
         rows = inputs["input_ids"].shape[0]
         return _Guarded(runner, Phase.DRAFT, model, runner.drafter.hidden_size, rows, lambda: forward(**inputs))()
+
+    def guesses(inputs: dict[str, Any]) -> Any:
+        if not step.wanted:
+            return forward(**inputs)
+        step.arm_guesses()
+        try:
+            return forward(**inputs)
+        finally:
+            step.disarm()
 
     model.forward = one
     try:

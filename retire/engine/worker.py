@@ -69,8 +69,10 @@ class StepGuard:
         self._wanted = list(self._ends)  # the last that was decided upon
         self._missed: list[int | None] = [None] * len(rows)  # before which layer a revoked one had no limit yet
         self._over = False  # whether nobody is current in a step that can only stop as a whole
+        self._guesses = False  # whether the running pass is over guessed tokens
         self._cuts: list[Cut] = []
-        self._ended_ns = self._safe_points = self._longest_ns = 0
+        self._ended_ns = self._safe_points = 0
+        self._longest_ns = self._longest_of_pass_ns = 0
         self.stopped = False
         self._last_ns = time.monotonic_ns()
 
@@ -107,12 +109,17 @@ class StepGuard:
         self._running = [rows.end for rows in self._plan.rows] if self._plan and running else self._ends.copy()
         self._before = self._ends.copy(), len(self._cuts)
         self._wanted, self._over = self._ends.copy(), False
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        """What lies between two passes, sampling above all, is an interval between safe points; not one of layers."""
         if self._ahead is None:  # else the device may be anywhere since the step began
-            self._last_ns = time.monotonic_ns()
+            self._reached(time.monotonic_ns())
+        self._longest_of_pass_ns = 0
 
     def disarm(self) -> None:
         """No safe point is live until the next forward."""
-        self.armed = self.fine = False
+        self.armed = self.fine = self._guesses = False
 
     def layer_point(self, layer: int) -> None:
         """Before decoder layer number `layer` of the running pass: decide, and cut or raise StepFenced."""
@@ -124,13 +131,16 @@ class StepGuard:
     def safe_point(self) -> None:
         """Inside a layer: raise StepFenced when no row of the step is of any use."""
         self._pass_point(layer=False)
+        if self._guesses:
+            self._drop_guesses()
+            return
         plan, wanted = self._armed_plan(), self._wanted_now()
         if plan.foreign_rows == 0 and wanted == [rows.start for rows in plan.rows]:
             self._decide(wanted)
 
     def attention_point(self, name: str) -> None:
         """Before an attention operation of that layer.  Where rows cannot be cut out, steps are decided upon here."""
-        if self._pass is not None:
+        if self._pass is not None or self._guesses:
             self.safe_point()
             return
         began = name != self._attention
@@ -141,13 +151,16 @@ class StepGuard:
         self._miss()
         self._decide(self._wanted_now())
 
-    def guess_point(self) -> None:
-        """Before a pass over guessed tokens: raise StepFenced when none of them is of any use.
+    def arm_guesses(self) -> None:
+        """A pass over guessed tokens begins: now and until it ends, raise StepFenced when none of them is of any use.
 
         All rows of the plan are written by then, so the frontier stays where it is.
         """
-        self._pass_point()
-        self.disarm()
+        self.armed = self._guesses = True
+        self._begin_pass()
+        self.safe_point()
+
+    def _drop_guesses(self) -> None:
         plan = self._armed_plan()
         if plan.foreign_rows == 0 and not any(self._table.holds(rows.ticket) for rows in plan.rows):
             self._stop()
@@ -159,8 +172,10 @@ class StepGuard:
     def _pass_point(self, *, layer: bool = True) -> None:
         self._safe_points += 1
         if self._ahead is None:
-            self._reached(time.monotonic_ns())
-            self.fine = self._longest_ns >= FINE_NS
+            before_ns, now_ns = self._last_ns, time.monotonic_ns()
+            self._reached(now_ns)
+            self._longest_of_pass_ns = max(self._longest_of_pass_ns, now_ns - before_ns)
+            self.fine = self._longest_of_pass_ns >= FINE_NS
         elif layer and (reached_ns := self._ahead.layer_point()) is not None:
             self._reached(reached_ns)
 
@@ -302,22 +317,26 @@ class StepGuard:
         ends = [rows.start if none else end for none, rows, end in zip(nothing, plan.rows, self._ends, strict=True)]
         cut = {rows.request: end for rows, end in zip(plan.rows, self._ends, strict=True) if end < rows.end}
         self._holes = {**cut, **self._holes}
+        ended_ns = self._ended_ns or self._over_ns(armed=plan.armed)
         return Receipt(
             seq=plan.seq,
             ends=tuple(ends),
             cuts=tuple(self._cuts),
             stopped=self.stopped,
             phase=self._phase,
-            ended_ns=self._ended_ns or self._over_ns(),
+            ended_ns=ended_ns,
             safe_points=self._safe_points,
             longest_interval_ns=self._longest_ns,
         )
 
-    def _over_ns(self) -> int:
+    def _over_ns(self, *, armed: bool) -> int:
         """The target's pass is over, as its output shows; nothing shows that of a draft model's."""
-        if self._ahead is not None and self._drafts:
-            return self._ahead.catch_up()
-        return time.monotonic_ns()
+        if self._ahead is not None:
+            return self._ahead.catch_up() if self._drafts else time.monotonic_ns()
+        over_ns = time.monotonic_ns()
+        if armed:
+            self._reached(over_ns)
+        return over_ns
 
 
 @functools.cache
