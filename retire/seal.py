@@ -18,12 +18,12 @@ VLLM_VERSION = "0.32.0"
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What a process attests.  `runner` is the model runner generation the safe points were written for."""
+    """What a process attests.  `runner`: the generations of the model runner that the safe points were written for."""
 
     retire: str
     vllm: str
     pins: str
-    runner: str = "v1"
+    runner: str = "v1 v2"
 
     def as_dict(self) -> dict[str, str]:
         """JSON-ready form, as it travels between processes."""

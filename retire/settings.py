@@ -28,6 +28,7 @@ class Settings:
     `dram_bytes`: of each worker's host memory for pages of superseded requests; 0 turns that tier off.
     `min_inherit_tokens`: a shorter common prefix is not worth a certificate.
     `limit_patience`: for so many layers a worker waits to be told how much of a revoked request is still wanted.
+    `window_layers`: in armed steps an accelerator is never more than two windows of so many layers behind the host.
     `backlog_bytes`: send buffer of a scoped stream's socket; what the last gate cannot call back.
     """
 
@@ -40,6 +41,7 @@ class Settings:
     dram_bytes: int = 1 << 30
     min_inherit_tokens: int = 0
     limit_patience: int = 1
+    window_layers: int = 4
     backlog_bytes: int = 16_384
 
     @classmethod
@@ -56,6 +58,7 @@ class Settings:
             dram_bytes=_size_in(DRAM_ENV, cls.dram_bytes),
             min_inherit_tokens=int(os.environ.get("RETIRE_MIN_INHERIT_TOKENS", cls.min_inherit_tokens)),
             limit_patience=int(os.environ.get("RETIRE_LIMIT_PATIENCE", cls.limit_patience)),
+            window_layers=max(1, int(os.environ.get("RETIRE_WINDOW_LAYERS", cls.window_layers))),
             backlog_bytes=int(os.environ.get("RETIRE_BACKLOG_BYTES", cls.backlog_bytes)),
         )
 

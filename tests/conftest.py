@@ -6,10 +6,12 @@ have nothing left of any scope (pins, requests, open steps), or the test fails.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -61,10 +63,13 @@ def all_failed(servers: Mapping[str, Server]) -> Iterator[Mapping[str, Server]]:
             server.close()
 
 
-COMMON = {  # what the session's servers are made of, by the fixture that hands them out
-    "tiny_server": ("tiny-llama", {"env": SHORT_PINS}),
-    "gemma_server": ("tiny-gemma3", {"env": SHORT_PINS}),
-    "plain_server": ("tiny-llama", {"patched": False}),
+_PATH = (str(Path(__file__).parent / "engine" / "ahead"), os.environ.get("PYTHONPATH"))
+AHEAD = {**SHORT_PINS, "PYTHONPATH": os.pathsep.join(filter(None, _PATH))}
+COMMON: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {  # the session's servers, by their fixtures
+    "tiny_server": ("tiny-llama", {"env": SHORT_PINS}, TINY_FLAGS),
+    "gemma_server": ("tiny-gemma3", {"env": SHORT_PINS}, TINY_FLAGS),
+    "plain_server": ("tiny-llama", {"patched": False}, TINY_FLAGS),
+    "ahead_server": ("tiny-llama", {"env": AHEAD}, (*TINY_FLAGS, "--max-num-batched-tokens", "1024")),
 }
 
 
@@ -72,7 +77,7 @@ COMMON = {  # what the session's servers are made of, by the fixture that hands 
 def common_servers(request: pytest.FixtureRequest) -> Iterator[dict[str, Server]]:
     """Those of `COMMON` that some test of the session asks for, started side by side."""
     asked_for = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    yield from all_served({name: (*made, TINY_FLAGS) for name, made in COMMON.items() if name in asked_for})
+    yield from all_served({name: made for name, made in COMMON.items() if name in asked_for})
 
 
 @pytest.fixture(scope="session")
@@ -91,6 +96,12 @@ def gemma_server(common_servers: dict[str, Server]) -> Server:
 def plain_server(common_servers: dict[str, Server]) -> Server:
     """vLLM as it is, the same model as `tiny_server`."""
     return common_servers["plain_server"]
+
+
+@pytest.fixture(scope="session")
+def ahead_server(common_servers: dict[str, Server]) -> Server:
+    """As `tiny_server`, in smaller steps, of which each is launched before the one before it has ended."""
+    return common_servers["ahead_server"]
 
 
 def leftovers(server: Server, key: str | None = None) -> dict[str, int]:

@@ -2,7 +2,8 @@
 Process: api    Kind: wrap
 Why: a configuration in which a guarantee cannot hold must stop start-up before a model is loaded, and pages leave
     the device by a KV connector that nobody should have to name.
-Delta: our KV connector is named, the finished configuration is checked, this process takes its state directory.
+Delta: our KV connector is named, an accelerator's worker gets a process of its own, the finished configuration is
+    checked, this process takes its state directory.
 No seam: general plugins run before the configuration exists, endpoint plugins after the engine does.
 Remove: when plugins can veto a configuration.
 """
@@ -25,6 +26,7 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         settings, tenants = Settings.from_env(), Registry.from_env()
         configuration.add_tier(self, settings.dram_bytes)
+        configuration.add_worker_process(self)
         config = original(self, *args, **kwargs)
         configuration.check(config, api_processes=self._api_process_count)
         configuration.check_tenants(config, tenants)
@@ -60,6 +62,7 @@ SEAM = Seam(
         "vllm.v1.engine.core:EngineCoreProc._process_engine_step",
         "vllm.v1.kv_cache_interface:create_kv_cache_views",
         "vllm.v1.kv_offload.cpu.host_register:host_register",
+        "vllm.v1.worker.gpu.attn_utils:init_kv_cache",
         "vllm.v1.worker.utils:allocate_kv_cache",
     ),
 )

@@ -38,6 +38,9 @@ SEAM = Seam(
     # Everything of the base class that the mixin overrides or whose order of work it leans on.
     relies_on=(
         "vllm.v1.engine.core:EngineCore.step",
+        "vllm.v1.engine.core:EngineCore.step_with_batch_queue",
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output",
         *(
             S + name
             for name in (
@@ -48,7 +51,10 @@ SEAM = Seam(
                 "finish_requests",
                 "reset_prefix_cache",
                 "get_num_unfinished_requests",
+                "_update_after_schedule",
                 "_free_request",
+                "_free_request_blocks",
+                "_drain_deferred_frees",
                 "_preempt_request",
                 "_handle_blocked_waiting_request",
                 "_get_local_prefix_cache_hit",

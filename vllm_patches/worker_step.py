@@ -1,9 +1,11 @@
 """Seam: vllm.v1.worker.gpu_worker:Worker.execute_model
 Process: worker    Kind: wrap
 Why: the worker has no notion of which request a row belongs to once a step runs, so nothing can stop it.
-Delta: the step's plan is handed to the guard before the step starts.
+Delta: the step's plan is handed to the guard before the step starts; model runner V2, which calls its model in the
+    middle of a step, finds the model's own forward guarded meanwhile.
 No seam: worker_extension_cls may only add methods, not run before one.
-Remove: when vLLM calls a hook with the scheduler output before each model step.
+Remove: when vLLM calls a hook with the scheduler output before each model step, and both runners have a method for
+    the forward that a subclass can take over.
 """
 
 from __future__ import annotations
@@ -17,14 +19,30 @@ from vllm_patches._seam import Seam
 def build(original: Callable[..., Any]) -> Callable[..., Any]:
     """Begin the guarded step, then run it."""
     from retire.engine.forward import draft_model
+    from retire.engine.second_runner import model_guarded
     from retire.engine.worker import guard
 
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         drafts = draft_model(self.model_runner) is not None
         guard().begin(getattr(scheduler_output, "retire_plan", None), drafts=drafts)
-        return original(self, scheduler_output)
+        if not self.use_v2_model_runner:
+            return original(self, scheduler_output)
+        with model_guarded(self.model_runner):
+            return original(self, scheduler_output)
 
     return execute_model
 
 
-SEAM = Seam("vllm.v1.worker.gpu_worker:Worker.execute_model", "wrap", build)
+V2 = "vllm.v1.worker.gpu."
+SEAM = Seam(
+    "vllm.v1.worker.gpu_worker:Worker.execute_model",
+    "wrap",
+    build,
+    relies_on=(
+        V2 + "model_runner:GPUModelRunner.execute_model",
+        V2 + "cudagraph_utils:CudaGraphManager.run_pw_graph",
+        V2 + "kv_connector:ActiveKVConnector.pre_forward",  # takes the tier's orders before the pass
+        V2 + "kv_connector:ActiveKVConnector.post_forward",
+        V2 + "kv_connector:ActiveKVConnector.no_forward",
+    ),
+)

@@ -40,11 +40,26 @@ def add_tier(arguments: Any, dram_bytes: int) -> None:
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
 
 
+def add_worker_process(arguments: Any) -> None:
+    """Give the worker of an accelerator a process of its own, unless the caller has chosen.
+
+    In armed steps it waits for the device (`retire.engine.ahead`).  In the engine's process the output of one step
+    would wait with it until the next one has nearly ended.
+    """
+    from vllm.platforms import current_platform
+
+    if arguments.distributed_executor_backend is None and current_platform.is_cuda_alike():
+        arguments.distributed_executor_backend = "mp"
+
+
 def refusals(config: Any, *, api_processes: int) -> list[str]:
     """What in a VllmConfig stands in the way, one line each."""
+    from vllm.platforms import current_platform
+
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     connector, speculative = config.kv_transfer_config, config.speculative_config
     draft_model_config = _draft_model_config(config)
+    ahead, second_runner = config.scheduler_config.async_scheduling, config.use_v2_model_runner
     checks = [
         (parallel.tensor_parallel_size > 1, "tensor parallelism above 1 (one participant per step for now)"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism above 1"),
@@ -58,8 +73,16 @@ def refusals(config: Any, *, api_processes: int) -> list[str]:
         (model.is_hybrid or model.is_attention_free, "Mamba or other state-space layers: their state cannot restart"),
         (not cache.enable_prefix_caching, "--no-enable-prefix-caching: certificates install through it"),
         (
-            config.scheduler_config.async_scheduling,
-            "asynchronous scheduling (--no-async-scheduling): several steps in flight are not fenced yet",
+            not (current_platform.is_cpu() or current_platform.is_cuda_alike()),
+            "a device that is neither a CPU nor of CUDA's kind: when it has computed what was launched is not known",
+        ),
+        (
+            ahead and parallel.distributed_executor_backend == "uni",
+            "asynchronous scheduling in one process with the worker (--distributed-executor-backend mp): outputs wait",
+        ),
+        (
+            _prefetches_weights(config.offload_config),
+            "weights that layers prefetch for one another (--offload-group-size): a stopped step mixes them up",
         ),
         (
             speculative is not None and speculative.use_eagle(),
@@ -73,9 +96,25 @@ def refusals(config: Any, *, api_processes: int) -> list[str]:
             draft_model_config is not None and draft_model_config.max_model_len < model.max_model_len,
             "a draft model shorter than --max-model-len: its KV would have holes",
         ),
-        (config.use_v2_model_runner, "model runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)"),
+        (
+            speculative is not None and ahead,
+            "speculation with asynchronous scheduling (--no-async-scheduling): guesses count as computed at once",
+        ),
+        (
+            speculative is not None and second_runner,
+            "speculation with model runner V2 (VLLM_USE_V2_MODEL_RUNNER=0): its drafting is not fenced",
+        ),
+        (
+            second_runner and current_platform.is_cpu(),
+            "model runner V2 on the CPU (VLLM_USE_V2_MODEL_RUNNER=0): it needs Triton and was never run there",
+        ),
     ]
     return [reason for stands, reason in checks if stands]
+
+
+def _prefetches_weights(offload: Any) -> bool:
+    group_size: int = offload.prefetch.offload_group_size
+    return offload.offload_backend == "prefetch" or (offload.offload_backend == "auto" and group_size > 0)
 
 
 def _draft_model_config(config: Any) -> Any:

@@ -87,7 +87,7 @@ class Coordinator:
         self._answers: list[tuple[ScopeKey, happened.Event]] = []  # to effects, fed when all of them are carried out
         self._feeding = False
         self._expiry_ns: dict[TransitionId, int] = {}
-        self._step_began_ns = 0
+        self._step_ended_ns = 0
         self._safe_points = 0  # passed since they were last told
         self._contents = 0  # of the cache: counts what makes everything written before it worthless
         self.certificates: dict[RequestId, Certificate] = {}
@@ -139,7 +139,7 @@ class Coordinator:
         tag = self._requests[request_id].tag
         key = (tag.tenant, tag.scope)
         state = self._states.get(key)
-        if state is None or (state.cancelled and tag.epoch > state.epoch):
+        if state is None or (state.cancelled and tag.epoch >= state.epoch):
             state = self._states[key] = ScopeState(tenant=tag.tenant, scope=tag.scope, epoch=tag.epoch)
         if tag.epoch > state.epoch:
             self._early.setdefault(key, []).append(request_id)
@@ -149,13 +149,16 @@ class Coordinator:
     def may_run(self, request: Any) -> bool:
         """Whether the scheduler may start this waiting request now."""
         rid = request.request_id
-        if rid in self._held or self.paused(rid):
+        if rid in self._held or rid in self._aborted or self.paused(rid):
             return False
         return rid in self.certificates or not self._steps.shares_unwritten(request)
 
     def may_go_on(self, request_id: str) -> bool:
-        """Whether another step may be launched for this running request."""
-        return not self.paused(request_id) and not self.revoked(request_id)
+        """Whether another step may be launched for this running request.
+
+        Not for an aborted one: its abort waits until no step computes it.
+        """
+        return not (request_id in self._aborted or self.paused(request_id) or self.revoked(request_id))
 
     def alone(self, request_id: str) -> bool:
         """Whether the request shares no step with others."""
@@ -212,7 +215,7 @@ class Coordinator:
 
     def scheduled(self, output: Any) -> None:
         """A step was scheduled: describe it for the workers, and verify what was adopted."""
-        self._step_began_ns = self._clock_ns()
+        output.retire_began_ns = self._clock_ns()
         for rid in self._steps.scheduled(output):
             if rid in self.certificates:
                 self._verify_adoption(rid)
@@ -221,11 +224,20 @@ class Coordinator:
     def step_ended(self, output: Any, receipt: Receipt | None) -> None:
         """The step's output is here, not yet processed: publish what was written, close what lost authority."""
         rows, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
+        began_ns = max(output.retire_began_ns, self._step_ended_ns)  # it may have waited for the one before
+        self._step_ended_ns = self._clock_ns()
         if requests and not (receipt is not None and (receipt.stopped or receipt.cuts)):
-            self._rates.ran(rows, requests, self._clock_ns() - self._step_began_ns)
+            self._rates.ran(rows, requests, self._step_ended_ns - began_ns)
         self._steps.ended(output, receipt)
         self._safe_points += receipt.safe_points if receipt is not None else 0
         self.sweep()
+
+    def counts_for_nothing(self, request_id: str) -> bool:
+        """After `step_ended`, of a request in the step: it has lost authority, and a later step computes it still.
+
+        Nobody may look at its tokens: they may have been sampled from nothing.
+        """
+        return self.is_scoped(request_id) and self.revoked(request_id)
 
     def preempted(self, request_id: str) -> None:
         """The request lost its blocks and starts over."""
@@ -322,7 +334,10 @@ class Coordinator:
         return {"engine": self.leftovers(event.get("tenant")), "tier": self._keeper.counters()}
 
     def _cancelled(self, key: ScopeKey) -> None:
-        if key in self._states and not self._states[key].cancelled:
+        """The scope's life is over, unless the message is late and the table speaks of the next one already."""
+        state = self._states.get(key)
+        current = state is not None and any(rid in self._requests and not self.revoked(rid) for rid in state.live)
+        if state is not None and not state.cancelled and not current:
             self._feed(key, happened.ScopeCancelled())
         self._finished.forget(key)
         for orphan in self._orphans.pop(key, []):
@@ -590,7 +605,7 @@ class Coordinator:
                 "layer": cut.layer if cut else None,
                 "phase": phase.value if phase else None,
                 "stopped": bool(cut and cut.choice is Choice.STOP),
-                "obsolete_closed_ns": receipt.obsolete_closed_ns(rid) if receipt else None,
+                "obsolete_closed_ns": tracked.closed_ns,
                 "safe_points": receipt.safe_points if receipt else 0,
                 "longest_interval_ns": receipt.longest_interval_ns if receipt else 0,
             }

@@ -50,8 +50,8 @@ def draft_model(runner: Any) -> nn.Module | None:
 def drafted(runner: Any, propose: Callable[[], Any]) -> Any:
     """What the drafter proposes.  Its model's first pass, over all rows of the step, is guarded as the target's is.
 
-    The passes behind it compute one guessed token of each request, so one look before each is enough.  A stop leaves
-    zeros: nobody of the step will ever verify them.
+    The passes behind it compute one guessed token of each request: they stop as a whole.  A stop leaves zeros: nobody
+    of the step will ever verify them.
     """
     model, step = draft_model(runner), guard()
     if model is None:
@@ -62,9 +62,7 @@ def drafted(runner: Any, propose: Callable[[], Any]) -> Any:
         nonlocal passes
         passes += 1
         if passes > 1:
-            if step.wanted:
-                step.guess_point()
-            return forward(**inputs)
+            return guesses(inputs)
         output = first(inputs)
         step.drafted()
         return output
@@ -74,6 +72,15 @@ def drafted(runner: Any, propose: Callable[[], Any]) -> Any:
             return forward(**inputs)
         rows = inputs["input_ids"].shape[0]
         return _Guarded(runner, Phase.DRAFT, model, runner.drafter.hidden_size, rows, lambda: forward(**inputs))()
+
+    def guesses(inputs: dict[str, Any]) -> Any:
+        if not step.wanted:
+            return forward(**inputs)
+        step.arm_guesses()
+        try:
+            return forward(**inputs)
+        finally:
+            step.disarm()
 
     model.forward = one
     try:
@@ -94,7 +101,9 @@ class _Guarded:
     ) -> None:
         self._runner, self._phase = runner, phase
         self._hidden, self._rows, self._run = hidden, rows, run
-        self._loop = _loop_of(model, compiled=bool(runner.vllm_config.compilation_config.mode))
+        self._loop = decoder_loop(model)
+        if runner.vllm_config.compilation_config.mode:
+            self._loop.give_up("it is compiled")
 
     def __call__(self) -> Any:
         step = guard()
@@ -144,10 +153,9 @@ class _Guarded:
         return target_batch(self._runner) if self._phase is Phase.TARGET else draft_batch(self._runner)
 
 
-def _loop_of(model: nn.Module, *, compiled: bool) -> DecoderLoop:
+def decoder_loop(model: nn.Module) -> DecoderLoop:
+    """The model's, found once."""
     loop = _loops.get(model)
     if loop is None:
         loop = _loops[model] = DecoderLoop(model)
-        if compiled:
-            loop.give_up("it is compiled")
     return loop

@@ -5,7 +5,7 @@ Plain values that pickle: they ride on vLLM's SchedulerOutput and ModelRunnerOut
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from retire.core.fence import Choice
@@ -87,10 +87,19 @@ class Receipt:
     longest_interval_ns: int
     phase: Phase = Phase.TARGET
 
+    def arrived(self, at_ns: int) -> Receipt:
+        """The same, of a step whose output came from the device at that time: by then all its rows were computed."""
+        return self if self.stopped else replace(self, ended_ns=at_ns)
+
     def cut_of(self, request: RequestId) -> Cut | None:
         """The last cut that took some of the request's rows, else the last decision to keep them; None: none fell."""
         mine = [cut for cut in self.cuts if cut.request == request]
         return next((cut for cut in reversed(mine) if cut.choice is not Choice.KEEP), mine[-1] if mine else None)
+
+    def cut_short(self, request: RequestId) -> bool:
+        """Whether some of the request's rows were not computed: what is launched on top of them counts for nothing."""
+        cut = self.cut_of(request)
+        return cut is not None and cut.choice is not Choice.KEEP
 
     def phase_of(self, request: RequestId) -> Phase | None:
         """In whose forward something ended for the request: some of its rows, else the step; None: nothing did."""
@@ -100,4 +109,4 @@ class Receipt:
     def obsolete_closed_ns(self, request: RequestId) -> int:
         """When no row of the request was computed that nobody had a use for."""
         cut = self.cut_of(request)
-        return self.ended_ns if cut is None or cut.choice is Choice.KEEP else cut.at_ns
+        return cut.at_ns if cut is not None and self.cut_short(request) else self.ended_ns

@@ -185,6 +185,10 @@ class VersionedScheduler:
         if self._tier is not None:
             self._tier.settle(model_runner_output.kv_connector_output)
         self.retire.step_ended(scheduler_output, getattr(model_runner_output, "retire_receipt", None))
+        said = model_runner_output.sampled_token_ids
+        for rid in scheduler_output.num_scheduled_tokens if said and self.retire.scoped_requests else ():
+            if self.retire.counts_for_nothing(rid):  # as a chunk that is not the prompt's last says nothing
+                said[model_runner_output.req_id_to_index[rid]] = []
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self.retire.facts.flush()
         return outputs

@@ -50,6 +50,7 @@ class Tracked:
     `alone`: it shares no step with others.  `reads_nothing`: neither does it read what others have published.
     `grid_tokens`: see `Holding`.
     `blocks`: per KV group and position, the block that was given for it, slid out of the window or not.
+    `receipt`: of its last step, or of the one that cut it.  `closed_ns`: when the last obsolete row was computed.
     """
 
     tag: Tag
@@ -64,6 +65,7 @@ class Tracked:
     written_rows: int = 0
     lost_until: int = 0
     receipt: Receipt | None = None
+    closed_ns: int | None = None
 
 
 class Steps:
@@ -192,7 +194,9 @@ class Steps:
             tracked = self.requests.get(rows.request)
             if tracked is not None:
                 tracked.steps_in_flight -= 1
-                tracked.receipt = receipt
+                tracked.closed_ns = receipt.obsolete_closed_ns(rows.request)
+                if tracked.receipt is None or not tracked.receipt.cut_short(rows.request):
+                    tracked.receipt = receipt
                 if end > rows.start and plan.seq > tracked.lost_until:
                     self._written(tracked, replace(rows, end=end, on_grid=rows.on_grid and end == rows.end))
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -278,8 +278,11 @@ class RunningPass:
         starts = [0]
         for number in staying:
             starts.append(starts[-1] + counts[number])
+        as_known = [0, *accumulate(self._counts)]
         for group in self._groups:
             old = metadata[group.layer_names[0]]
+            if old.query_start_loc.tolist() != as_known:
+                raise RuntimeError(_CUT_UP)
             device = old.query_start_loc.device
             gone = torch.tensor(
                 [self._counts[number] - counts[number] for number in staying], dtype=old.seq_lens.dtype, device=device
@@ -326,11 +329,20 @@ def can_cut(runner: Any, batch: Batch) -> str | None:
     for one in {id(one): one for one in context.attn_metadata.values()}.values():
         if getattr(one, "causal", None) is not True or not all(hasattr(one, name) for name in _NEEDED):
             return "an attention back end describes its steps in a way of its own"
-        if not torch.equal(one.query_start_loc.cpu(), batch.starts):
-            return "an attention back end cuts requests up"
+        if _cuts_up(one.query_start_loc, batch.starts):
+            return _CUT_UP
     return None
 
 
+def _cuts_up(described: torch.Tensor, starts: torch.Tensor) -> bool:
+    """Whether a back end describes other rows than one run for each request, as far as that can be seen in no time.
+
+    Who reads a device's memory waits for the device.  What stands there is read when rows are cut out.
+    """
+    return described.shape != starts.shape or (described.is_cpu and not torch.equal(described, starts))
+
+
+_CUT_UP = "an attention back end cuts requests up"
 _NEEDED = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 
 

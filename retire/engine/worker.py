@@ -6,6 +6,7 @@ Strategy: a safe point is one table load per request of the step.  Between two d
 inside one, and where the pass cannot be cut, a step stops only as a whole: it leaves through `StepFenced`, which never
 leaves the model's forward call.  A draft model's forward over the same rows is a second pass of the step: it begins
 with the rows that the target's ended with, so that a row counts as written when it is in the layers of both.
+Where the host runs ahead of a device (`retire.engine.ahead`), times are of what the device has done, never earlier.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from retire.authority.table import AuthorityTable
 from retire.core import fence
 from retire.core.fence import Choice
 from retire.core.types import RequestId
+from retire.engine.ahead import RunAhead, run_ahead
 from retire.engine.plan import Cut, Phase, PlannedRows, Receipt, StepPlan
 from retire.settings import Settings
 
@@ -39,18 +41,21 @@ class Pass(Protocol):
 
 class StepGuard:
     """One per worker process.  `patience`: for so many layers a row limit that nobody has set yet is waited for.
+    `ahead`: None where the host is the device.
 
     `armed`: the attention layers' safe points are live.  `fine`: so are those of linear layers; never without `armed`.
     `stopped`: the step has ended at a safe point.
     """
 
-    def __init__(self, table: AuthorityTable, patience: int = 0) -> None:
+    def __init__(self, table: AuthorityTable, patience: int = 0, ahead: RunAhead | None = None) -> None:
         self.armed = False
         self.fine = False
         self._table = table
         self._patience = patience
+        self._ahead = ahead
         self._plan: StepPlan | None = None
-        self._undrafted = False
+        self._drafts = self._undrafted = False
+        self._holes: dict[RequestId, int] = {}  # requests of the last step, cut: from here on nothing is written
         self._begin_rows(())
 
     def _begin_rows(self, rows: tuple[PlannedRows, ...]) -> None:
@@ -64,8 +69,10 @@ class StepGuard:
         self._wanted = list(self._ends)  # the last that was decided upon
         self._missed: list[int | None] = [None] * len(rows)  # before which layer a revoked one had no limit yet
         self._over = False  # whether nobody is current in a step that can only stop as a whole
+        self._guesses = False  # whether the running pass is over guessed tokens
         self._cuts: list[Cut] = []
-        self._ended_ns = self._safe_points = self._longest_ns = 0
+        self._ended_ns = self._safe_points = 0
+        self._longest_ns = self._longest_of_pass_ns = 0
         self.stopped = False
         self._last_ns = time.monotonic_ns()
 
@@ -75,9 +82,15 @@ class StepGuard:
         `drafts`: it is complete only when a draft model has computed its rows as well.
         """
         self._plan = plan
-        self._undrafted = drafts
+        self._drafts = self._undrafted = drafts
         self.disarm()
-        self._begin_rows(plan.rows if plan is not None else ())
+        rows = plan.rows if plan is not None else ()
+        self._holes = {one.request: self._holes[one.request] for one in rows if self._behind_a_hole(one)}
+        self._begin_rows(rows)
+
+    def _behind_a_hole(self, rows: PlannedRows) -> bool:
+        """Whether the step was launched before the one was cut that it builds on: its rows count for nothing."""
+        return self._holes.get(rows.request, rows.start) < rows.start
 
     @property
     def wanted(self) -> bool:
@@ -96,11 +109,17 @@ class StepGuard:
         self._running = [rows.end for rows in self._plan.rows] if self._plan and running else self._ends.copy()
         self._before = self._ends.copy(), len(self._cuts)
         self._wanted, self._over = self._ends.copy(), False
-        self._last_ns = time.monotonic_ns()
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        """What lies between two passes, sampling above all, is an interval between safe points; not one of layers."""
+        if self._ahead is None:  # else the device may be anywhere since the step began
+            self._reached(time.monotonic_ns())
+        self._longest_of_pass_ns = 0
 
     def disarm(self) -> None:
         """No safe point is live until the next forward."""
-        self.armed = self.fine = False
+        self.armed = self.fine = self._guesses = False
 
     def layer_point(self, layer: int) -> None:
         """Before decoder layer number `layer` of the running pass: decide, and cut or raise StepFenced."""
@@ -111,30 +130,37 @@ class StepGuard:
 
     def safe_point(self) -> None:
         """Inside a layer: raise StepFenced when no row of the step is of any use."""
-        self._pass_point()
+        self._pass_point(layer=False)
+        if self._guesses:
+            self._drop_guesses()
+            return
         plan, wanted = self._armed_plan(), self._wanted_now()
         if plan.foreign_rows == 0 and wanted == [rows.start for rows in plan.rows]:
             self._decide(wanted)
 
     def attention_point(self, name: str) -> None:
         """Before an attention operation of that layer.  Where rows cannot be cut out, steps are decided upon here."""
-        if self._pass is not None:
+        if self._pass is not None or self._guesses:
             self.safe_point()
             return
-        if self._attention not in ("", name):
+        began = name != self._attention
+        if began and self._attention:
             self._layer = min(self._layer + 1, self._layers - 1)
         self._attention = name
-        self._pass_point()
+        self._pass_point(layer=began)
         self._miss()
         self._decide(self._wanted_now())
 
-    def guess_point(self) -> None:
-        """Before a pass over guessed tokens: raise StepFenced when none of them is of any use.
+    def arm_guesses(self) -> None:
+        """A pass over guessed tokens begins: now and until it ends, raise StepFenced when none of them is of any use.
 
         All rows of the plan are written by then, so the frontier stays where it is.
         """
-        self._pass_point()
-        self.disarm()
+        self.armed = self._guesses = True
+        self._begin_pass()
+        self.safe_point()
+
+    def _drop_guesses(self) -> None:
         plan = self._armed_plan()
         if plan.foreign_rows == 0 and not any(self._table.holds(rows.ticket) for rows in plan.rows):
             self._stop()
@@ -143,12 +169,25 @@ class StepGuard:
         """The draft model has computed the step's rows."""
         self._undrafted = False
 
-    def _pass_point(self) -> None:
-        now = time.monotonic_ns()
+    def _pass_point(self, *, layer: bool = True) -> None:
         self._safe_points += 1
-        self._longest_ns = max(self._longest_ns, now - self._last_ns)
-        self._last_ns = now
-        self.fine = self._longest_ns >= FINE_NS
+        if self._ahead is None:
+            before_ns, now_ns = self._last_ns, time.monotonic_ns()
+            self._reached(now_ns)
+            self._longest_of_pass_ns = max(self._longest_of_pass_ns, now_ns - before_ns)
+            self.fine = self._longest_of_pass_ns >= FINE_NS
+        elif layer and (reached_ns := self._ahead.layer_point()) is not None:
+            self._reached(reached_ns)
+
+    def _reached(self, now_ns: int) -> None:
+        self._longest_ns = max(self._longest_ns, now_ns - self._last_ns)
+        self._last_ns = now_ns
+
+    def _closed_ns(self) -> int:
+        """When nothing that was launched before this safe point is computed any more."""
+        if self._ahead is not None:
+            self._reached(self._ahead.catch_up())
+        return self._last_ns
 
     def _armed_plan(self) -> StepPlan:
         assert self._plan is not None, "a safe point of a step without a plan"
@@ -168,12 +207,12 @@ class StepGuard:
         """Up to where the rows are of use, as far as is known now.
 
         A current request's rows all are, unless its client has gone (limit 0).  A revoked one's are below the limit
-        that its successor sets; until that is known, or no longer waited for, they go on.
+        that its successor sets; until that is known, or no longer waited for, they go on.  Behind a hole none are.
         """
         plan, end = self._armed_plan(), self._ends[number]
         rows = plan.rows[number]
         limit, current = self._table.limit(rows.ticket), self._table.current(rows.ticket)
-        if limit == 0:
+        if limit == 0 or rows.request in self._holes:
             return rows.start
         if current:
             return end
@@ -213,7 +252,7 @@ class StepGuard:
 
     def _stop(self) -> NoReturn:
         self.stopped = True
-        self._ended_ns = self._last_ns
+        self._ended_ns = self._closed_ns()
         self.disarm()
         raise StepFenced
 
@@ -254,7 +293,8 @@ class StepGuard:
                 self._note(rows, decided.choice, decided.cost, self._ends[number])
 
     def _note(self, rows: PlannedRows, choice: Choice, cost: dict[Choice, int], end: int) -> None:
-        self._cuts.append(Cut(rows.request, choice, cost, self._layer, end, self._last_ns, self._phase))
+        at_ns = self._last_ns if choice is Choice.KEEP else self._closed_ns()
+        self._cuts.append(Cut(rows.request, choice, cost, self._layer, end, at_ns, self._phase))
 
     def uncut(self) -> None:
         """The forward starts again from its beginning, with all its rows and without safe points."""
@@ -264,27 +304,44 @@ class StepGuard:
         del self._cuts[cuts:]
 
     def end(self) -> Receipt | None:
-        """The step is over; its receipt, or None when it held no scoped request."""
+        """The step is over; its receipt, or None when it held no scoped request.
+
+        Where its output is still on the way from the device, it is over when that has come (`Receipt.arrived`).
+        """
         plan, self._plan = self._plan, None
         self.disarm()
         self._pass = None
         if plan is None:
             return None
-        ends = [rows.start for rows in plan.rows] if self._undrafted else self._ends
+        nothing = [self._undrafted or rows.request in self._holes for rows in plan.rows]
+        ends = [rows.start if none else end for none, rows, end in zip(nothing, plan.rows, self._ends, strict=True)]
+        cut = {rows.request: end for rows, end in zip(plan.rows, self._ends, strict=True) if end < rows.end}
+        self._holes = {**cut, **self._holes}
+        ended_ns = self._ended_ns or self._over_ns(armed=plan.armed)
         return Receipt(
             seq=plan.seq,
             ends=tuple(ends),
             cuts=tuple(self._cuts),
             stopped=self.stopped,
             phase=self._phase,
-            ended_ns=self._ended_ns or time.monotonic_ns(),
+            ended_ns=ended_ns,
             safe_points=self._safe_points,
             longest_interval_ns=self._longest_ns,
         )
+
+    def _over_ns(self, *, armed: bool) -> int:
+        """The target's pass is over, as its output shows; nothing shows that of a draft model's."""
+        if self._ahead is not None:
+            return self._ahead.catch_up() if self._drafts else time.monotonic_ns()
+        over_ns = time.monotonic_ns()
+        if armed:
+            self._reached(over_ns)
+        return over_ns
 
 
 @functools.cache
 def guard() -> StepGuard:
     """The guard of this worker process.  Raises SeamError when the process is not patched."""
     seal.require()
-    return StepGuard(home.table(), Settings.from_env().limit_patience)
+    settings = Settings.from_env()
+    return StepGuard(home.table(), settings.limit_patience, run_ahead(settings.window_layers))

@@ -210,6 +210,7 @@ class World:
         self.started_at: dict[str, int] = {}
         self._cursor = 0
         self._names = 0
+        self.deferred: list[Any] = []  # blocks that go back when the steps in flight have ended
 
     def close(self) -> None:
         self.table.close()
@@ -274,6 +275,10 @@ class World:
         """The API process gives the ticket back and aborts."""
         if request_id in self.tags:
             self.table.release(self.tags[request_id].ticket)
+        self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """vLLM's front end wants no more of it (a stop string, say); its ticket holds."""
         if not self.retire.defers_abort(request_id):
             self.drop(request_id)
 
@@ -287,16 +292,16 @@ class World:
         given: dict[str, int] = {}
         for rid in list(self.running):
             request = self.requests.get(rid)
-            if rid not in self.running or request is None or self.retire.paused(rid):
+            if rid not in self.running or request is None or not self._may_go_on(rid):
                 continue
-            want = min(budget, request.num_tokens - request.num_computed_tokens)
+            want = min(budget, self._known_tokens(request) - request.num_computed_tokens)
             if want > 0 and self._allocate_or_preempt(request, want, given):
                 given[rid] = want
                 budget -= want
         for rid in list(self.waiting):
             request = self.requests[rid]
             scoped = self.retire.is_scoped(rid)
-            if budget == 0 or (scoped and not self.retire.may_run(request)):
+            if budget == 0 or (scoped and not self.retire.may_run(request)) or not self._may_start(request):
                 continue
             installed = self.retire.blocks_to_install(rid)
             nothing = 0, tuple([] for _ in self.groups)
@@ -320,6 +325,7 @@ class World:
             request.num_computed_tokens += count
             step.writes.append((request, start, start + count, [list(group) for group in self.tables[rid]]))
             self._slide(rid, start)
+            self._launched(request, count)
         self.retire.scheduled(step)
         self.steps.append(step)
         return step
@@ -337,20 +343,41 @@ class World:
                 self._write(request, start, end, table)
         receipt = receipt or computed
         self.retire.step_ended(step, receipt)
+        self._sampled(step)
+        self.retire.facts.flush()
+
+    def _may_go_on(self, rid: str) -> bool:
+        return not self.retire.paused(rid)
+
+    def _may_start(self, request: FakeRequest) -> bool:  # noqa: ARG002
+        return True
+
+    def _may_preempt(self, rid: str) -> bool:
+        return not self._in_flight(rid)
+
+    def _known_tokens(self, request: FakeRequest) -> int:
+        return request.num_tokens
+
+    def _launched(self, request: FakeRequest, count: int) -> None:
+        """Rows of the request are in the step that is being scheduled."""
+
+    def _sampled(self, step: FakeStep) -> None:
+        """What upstream makes of the step's tokens.  The next token comes of the last step with the request's rows."""
         for rid in step.num_scheduled_tokens:
             request = self.requests.get(rid)
-            if request is None or rid not in self.running or request.num_computed_tokens < request.num_tokens:
+            if request is None or rid not in self.running or self._in_flight(rid):
+                continue
+            if request.num_computed_tokens < request.num_tokens:
                 continue
             if request.full():
                 self.finished.append(rid)
                 self._free_request(rid)
             else:
                 request.all_token_ids.append(len(request.all_token_ids) * 7 % 50)
-        self.retire.facts.flush()
 
     def _computed(self, plan: StepPlan, stop: bool | None) -> Receipt:
         """What a worker of one decoder layer makes of the step."""
-        guard = StepGuard(self.table, patience=self.patience)
+        guard = self._guard()
         guard.begin(plan)
         if plan.armed and stop is not False:
             guard.arm(1, AnyPass())
@@ -360,6 +387,9 @@ class World:
         assert receipt is not None
         assert receipt.stopped or not stop, "the worker would not have stopped this step"
         return replace(receipt, ended_ns=self.now_ns, safe_points=1, longest_interval_ns=1)
+
+    def _guard(self) -> StepGuard:
+        return StepGuard(self.table, patience=self.patience)
 
     def step(self, budget: int = 16) -> bool:
         """Schedule and finish one step; False when there was nothing to do."""
@@ -388,7 +418,7 @@ class World:
 
     def _allocate_or_preempt(self, request: FakeRequest, want: int, given: dict[str, int]) -> bool:
         while not self._allocate(request, 0, None, want):
-            victim = next((rid for rid in reversed(self.running) if not self._in_flight(rid)), None)
+            victim = next((rid for rid in reversed(self.running) if self._may_preempt(rid)), None)
             if victim is None:
                 return False
             given.pop(victim, None)
@@ -522,6 +552,7 @@ class World:
     def check(self) -> None:
         """What holds between any two events."""
         users = Counter(b.block_id for t in self.tables.values() for group in t for b in group if not b.is_null)
+        users += Counter(block.block_id for _, blocks in self.deferred for block in blocks)
         pins = Counter(b.block_id for pin in self.ownership._pins.values() for b in pin.blocks)
         pins += Counter(b.block_id for blocks in self.ownership._copies.values() for b in blocks)
         for block in self.pool.blocks:
@@ -566,8 +597,8 @@ class World:
 
 
 @contextmanager
-def world_in(folder: Path, **more: Any) -> Iterator[World]:
-    world = World(folder, **more)
+def world_in(folder: Path, *, make: type[World] | None = None, **more: Any) -> Iterator[Any]:
+    world = (make or World)(folder, **more)
     yield world
     world.end()
     world.close()
@@ -1362,6 +1393,37 @@ def test_a_cancelled_scope_is_used_again_before_the_message(world: World) -> Non
     assert world.finished == [new]
 
 
+def test_a_late_message_about_a_cancelled_life_does_not_end_the_next(world: World) -> None:
+    """A supersede of the next life waits for the receipts of what came here before that message."""
+    scope = world.scope()
+    scope.cancel()
+    scope.revive()
+    world.admit(scope, PROMPT)
+    world.schedule()
+    world.deliver()
+    world.admit(scope, REVISED)
+    transition = scope.supersede()
+    new = world.admit(scope, REVISED)
+    assert stages(world, transition) == ["advance"], "obsolete rows are in flight"
+    world.finish_step(stop=False)
+    world.run()
+    assert outcomes(world) == {transition: "inherited"}
+    assert world.finished == [new]
+
+
+def test_a_request_behind_a_late_message_about_a_cancelled_life_runs(world: World) -> None:
+    scope = world.scope()
+    scope.cancel()
+    scope.revive()
+    gone = world.admit(scope, PROMPT)
+    world.schedule()
+    world.client_leaves(gone)
+    world.deliver()
+    new = world.admit(scope, REVISED)
+    world.run()
+    assert world.finished == [new]
+
+
 def test_pins_expire_without_a_successor(world: World) -> None:
     scope = world.scope()
     world.admit(scope, PROMPT)
@@ -1858,12 +1920,14 @@ def test_safe_points_of_all_steps_are_told_when_a_scoped_request_ends(world):
 class Churn(RuleBasedStateMachine):
     """Anything may happen in any order, with up to two steps in flight and a pool that is too small."""
 
+    make: type[World] = World
+
     @initialize(
         blocks=st.sampled_from([20, 28, 65]), groups=st.sampled_from([FULL, HYBRID]), patience=st.integers(0, 1)
     )
     def begin(self, blocks: int, groups: tuple[KVGroup, ...], patience: int) -> None:
         self.folder = TemporaryDirectory()
-        self.world = World(Path(self.folder.name), blocks=blocks, groups=groups, patience=patience)
+        self.world = self.make(Path(self.folder.name), blocks=blocks, groups=groups, patience=patience)
         for name in "abc":
             self.world.scope(name)
 
@@ -1932,9 +1996,14 @@ class Churn(RuleBasedStateMachine):
     def client_leaves(self, data: st.DataObject) -> None:
         self.world.client_leaves(data.draw(st.sampled_from(sorted(self.world.requests))))
 
+    @precondition(lambda self: self.world.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.world.abort(data.draw(st.sampled_from(sorted(self.world.requests))))
+
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        idle = sorted(rid for rid in self.world.running if not self.world._in_flight(rid))
+        idle = sorted(rid for rid in self.world.running if self.world._may_preempt(rid))
         if idle:
             self.world.preempt(data.draw(st.sampled_from(idle)))
 
@@ -1969,11 +2038,12 @@ class Churn(RuleBasedStateMachine):
             self.world.check()
 
 
-Churn.TestCase.settings = settings(
+AT_RANDOM = settings(
     max_examples=60,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a failing run is short enough to read as it is
 )
+Churn.TestCase.settings = AT_RANDOM
 TestChurn = Churn.TestCase

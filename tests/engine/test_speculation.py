@@ -115,15 +115,15 @@ def test_a_drafter_stops_at_its_next_pass_or_inside_the_long_one(
     step: Drafted, before: int, passes: list[int], end: int
 ) -> None:
     if before:
-        original = step.guard.guess_point
+        original = step.guard.arm_guesses
         calls = iter(range(1, GUESSES))
 
-        def guess_point() -> None:
+        def arm_guesses() -> None:
             if next(calls) == before:
                 step.supersede()
             original()
 
-        step.guard.guess_point = guess_point  # type: ignore[method-assign]
+        step.guard.arm_guesses = arm_guesses  # type: ignore[method-assign]
     else:
         step.model.meanwhile[0] = step.supersede
     assert step.propose().tolist() == [[0] * GUESSES]

@@ -359,6 +359,33 @@ def test_what_no_pass_is_cut_for(change: Callable[[Step], None], reason: str) ->
         assert reason in (can_cut(step.runner, target_batch(step.runner)) or "")
 
 
+def described_as(step: Step, starts: torch.Tensor) -> None:
+    for metadata in step.context.attn_metadata.values():
+        metadata.query_start_loc = starts
+
+
+def test_what_an_attention_back_end_has_on_a_device_is_not_read_before_rows_are_cut() -> None:
+    """It would be waited for, in every armed pass."""
+    step = Step(Model(), COUNTS)
+    described_as(step, torch.empty(len(COUNTS) + 1, device="meta", dtype=torch.int32))
+    with override_forward_context(step.context):
+        assert can_cut(step.runner, target_batch(step.runner)) is None
+        described_as(step, torch.empty(9, device="meta", dtype=torch.int32))
+        assert "cuts requests" in (can_cut(step.runner, target_batch(step.runner)) or "")
+
+
+def test_it_is_read_when_rows_are_cut() -> None:
+    step = Step(Model(), COUNTS)
+    loop = step.understood()
+    first, *rest = target_batch(step.runner).starts.tolist()
+    described_as(step, torch.tensor([first, rest[0] + 1, *rest[1:]], dtype=torch.int32))
+    with override_forward_context(step.context):
+        running = RunningPass(target_batch(step.runner), loop, step.rows)
+        with pytest.raises(RuntimeError, match="cuts requests"):
+            running.keep({A: 1})
+        assert running.cut, "the pass starts again, with all its rows"
+
+
 # -- a draft model's pass over the same rows ---------------------------------------------------------------------------
 
 BEHIND = 2  # rows that a draft model computes behind each request's

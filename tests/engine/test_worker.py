@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -443,6 +444,23 @@ def test_the_inside_of_a_layer_is_asked_once_layers_take_long(table: AuthorityTa
     assert not guard.fine
 
 
+def test_what_lies_between_passes_is_an_interval_but_not_a_long_layer(table: AuthorityTable, monkeypatch) -> None:
+    now_ns = 0
+    monkeypatch.setattr("retire.engine.worker.time.monotonic_ns", lambda: now_ns)
+    guard, _ = running(table, plan(rows(Scope(table).ticket())))
+    guard.safe_point()
+    for longest_ns, begin in ((2 * FINE_NS, partial(drafting, guard)), (3 * FINE_NS, guard.arm_guesses)):
+        now_ns += longest_ns
+        guard.disarm()
+        begin()
+        guard.safe_point()
+        assert not guard.fine
+    now_ns += 4 * FINE_NS
+    receipt = guard.end()
+    assert receipt is not None
+    assert receipt.longest_interval_ns == 4 * FINE_NS, "the last one ends with the step"
+
+
 # -- a draft model's pass behind the target's ---------------------------------------------------------------------
 
 
@@ -533,11 +551,14 @@ def test_guesses_that_nobody_will_verify_are_not_made(table: AuthorityTable) -> 
     one.advance()
     table.lower(tickets[0], START + UNIT)
     guard.layer_point(0)
-    guard.guess_point()
+    guard.disarm()
+    guard.arm_guesses()
+    assert guard.armed
+    guard.attention_point("draft layer 0")
     two.cancel()
     table.lower(tickets[1], END)
     with pytest.raises(StepFenced):
-        guard.guess_point()
+        guard.attention_point("draft layer 1")
     receipt = ended(guard)
     assert (receipt.stopped, receipt.phase) == (True, Phase.DRAFT)
     assert receipt.ends == (START + UNIT, END), "every row of the step was written before the first guess"
@@ -549,9 +570,10 @@ def test_guesses_beside_rows_without_a_scope_are_made(table: AuthorityTable) -> 
     scope = Scope(table)
     guard, _ = running(table, plan(rows(scope.ticket()), foreign=1))
     scope.advance()
-    guard.guess_point()
-    assert not guard.armed
-    assert not guard.fine
+    guard.arm_guesses()
+    guard.attention_point("draft layer 0")
+    guard.safe_point()
+    assert not ended(guard).stopped
 
 
 def test_a_draft_models_pass_that_starts_again_has_the_rows_that_the_target_left(table: AuthorityTable) -> None:
@@ -579,3 +601,71 @@ def test_a_limit_is_waited_for_across_both_passes(table: AuthorityTable) -> None
     guard.layer_point(0)
     with pytest.raises(StepFenced):
         guard.layer_point(1)
+
+
+# -- steps in flight ----------------------------------------------------------------------------------------------
+
+
+def test_a_later_step_of_a_cut_request_counts_for_nothing(table: AuthorityTable) -> None:
+    """It was launched before, on top of rows that do not exist now."""
+    scope = Scope(table)
+    ticket = scope.ticket()
+    guard, _ = running(table, plan(rows(ticket, 0, 2 * UNIT)))
+    scope.advance()
+    table.lower(ticket, 4 * UNIT)
+    table.lower(ticket, UNIT)
+    guard.layer_point(1)
+    assert ended(guard).ends == (UNIT,)
+    guard.begin(plan(rows(ticket, 2 * UNIT, 4 * UNIT), seq=2))
+    guard.arm(LAYERS, Pass())
+    with pytest.raises(StepFenced):
+        guard.layer_point(0)
+    receipt = ended(guard)
+    assert (receipt.stopped, receipt.ends) == (True, (2 * UNIT,))
+    assert receipt.cuts[0].choice is Choice.STOP
+    guard.begin(plan(rows(ticket, 4 * UNIT, 5 * UNIT), seq=3, armed=False))
+    assert ended(guard).ends == (4 * UNIT,), "nor does one without safe points"
+
+
+def test_rows_that_the_limit_still_wants_are_of_no_use_behind_a_hole(table: AuthorityTable) -> None:
+    """Nobody had said how much is wanted when the first was stopped."""
+    scope, other = Scope(table), Scope(table, 2)
+    ticket, theirs = scope.ticket(), other.ticket()
+    guard, _ = running(table, plan(rows(ticket, 0, 2 * UNIT)), cuttable=False)
+    scope.advance()
+    with pytest.raises(StepFenced):
+        guard.attention_point("layer 0")
+    assert ended(guard).ends == (0,)
+    table.lower(ticket, 8 * UNIT)
+    guard.begin(plan(rows(ticket, 2 * UNIT, 3 * UNIT), rows(theirs, 0, UNIT), seq=2))
+    made = Pass()
+    guard.arm(LAYERS, made)
+    guard.layer_point(0)
+    assert made.kept == [{RequestId(f"r{ticket.row}"): 0}]
+    assert ended(guard).ends == (2 * UNIT, UNIT)
+
+
+def test_a_request_that_starts_over_leaves_its_hole_behind(table: AuthorityTable) -> None:
+    scope = Scope(table)
+    ticket = scope.ticket()
+    guard, _ = running(table, plan(rows(ticket, 0, 2 * UNIT)))
+    scope.advance()
+    table.lower(ticket, UNIT)
+    guard.layer_point(1)
+    ended(guard)
+    guard.begin(plan(rows(ticket, 0, UNIT), seq=2, armed=False))
+    assert ended(guard).ends == (UNIT,)
+    guard.begin(plan(rows(ticket, UNIT, 2 * UNIT), seq=3, armed=False))
+    assert ended(guard).ends == (2 * UNIT,)
+
+
+def test_a_step_that_nobody_drafted_for_leaves_no_hole_in_the_targets_layers(table: AuthorityTable) -> None:
+    ticket = Scope(table).ticket()
+    guard = StepGuard(table)
+    guard.begin(plan(rows(ticket, 0, UNIT)), drafts=True)
+    ended(guard)
+    guard.begin(plan(rows(ticket, UNIT, 2 * UNIT), seq=2))
+    guard.arm(LAYERS, made := Pass())
+    guard.layer_point(0)
+    assert made.kept == []
+    assert ended(guard).ends == (2 * UNIT,)

@@ -135,7 +135,7 @@ def test_installation_is_complete_and_idempotent(forked: Run) -> None:
         installed = {s.target: now(s.target) for s in SEAMS}
         assert seal.install() is first is seal.require() is seal.current()
         assert all(now(t) is value for t, value in installed.items())
-        assert first.vllm == "0.32.0" and first.runner == "v1" and len(first.pins) == 16
+        assert first.vllm == "0.32.0" and first.runner == "v1 v2" and len(first.pins) == 16
         assert seal.of_worker(None) == first.as_dict()
         """
     )
@@ -394,16 +394,19 @@ def config(**changes: object) -> SimpleNamespace:
         "parallel_config.pipeline_parallel_size": 1,
         "parallel_config.data_parallel_size": 1,
         "parallel_config.enable_dbo": False,
+        "parallel_config.distributed_executor_backend": "mp",
         "cache_config.enable_prefix_caching": True,
         "model_config.is_hybrid": False,
         "model_config.is_attention_free": False,
         "model_config.max_model_len": 8192,
         "scheduler_config.async_scheduling": False,
+        "offload_config.offload_backend": "auto",
+        "offload_config.prefetch": SimpleNamespace(offload_group_size=0),
         "kv_transfer_config": None,
         "speculative_config": None,
         "use_v2_model_runner": False,
     }
-    owners = ("parallel_config", "cache_config", "model_config", "scheduler_config")
+    owners = ("parallel_config", "cache_config", "model_config", "scheduler_config", "offload_config")
     made = SimpleNamespace(**{owner: SimpleNamespace() for owner in owners})
     for path, value in {**values, **changes}.items():
         owner, _, name = path.rpartition(".")
@@ -434,6 +437,45 @@ def test_a_plain_configuration_is_served() -> None:
 
 
 @pytest.mark.parametrize(
+    ("accelerator", "given", "taken"), [(True, None, "mp"), (True, "uni", "uni"), (False, None, None)]
+)
+def test_an_accelerators_worker_has_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, accelerator: bool, given: str | None, taken: str | None
+) -> None:
+    from vllm.platforms import current_platform
+
+    from retire.engine.configuration import add_worker_process
+
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda _: accelerator)
+    arguments = SimpleNamespace(distributed_executor_backend=given)
+    add_worker_process(arguments)
+    assert arguments.distributed_executor_backend == taken
+
+
+@pytest.mark.parametrize("second_runner", [False, True])
+def test_what_an_accelerator_does_by_default_is_served(monkeypatch: pytest.MonkeyPatch, second_runner: bool) -> None:
+    from vllm.platforms import current_platform
+
+    from retire.engine.configuration import refusals
+
+    by_default = {"scheduler_config.async_scheduling": True, "use_v2_model_runner": second_runner}
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    (unknown_device,) = refusals(config(**by_default), api_processes=1)
+    assert "neither a CPU nor of CUDA's kind" in unknown_device
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda _: True)
+    assert refusals(config(**by_default), api_processes=1) == []
+    (in_one_process,) = refusals(
+        config(**by_default, **{"parallel_config.distributed_executor_backend": "uni"}), api_processes=1
+    )
+    assert "--distributed-executor-backend mp" in in_one_process
+    (no_async, *no_drafts) = refusals(
+        config(**by_default, speculative_config=speculation("draft_model")), api_processes=1
+    )
+    assert "--no-async-scheduling" in no_async
+    assert len(no_drafts) == second_runner
+
+
+@pytest.mark.parametrize(
     ("field", "value", "words"),
     [
         ("parallel_config.tensor_parallel_size", 2, "tensor parallelism"),
@@ -444,7 +486,8 @@ def test_a_plain_configuration_is_served() -> None:
         ("model_config.is_hybrid", True, "Mamba"),
         ("model_config.is_attention_free", True, "Mamba"),
         ("cache_config.enable_prefix_caching", False, "--no-enable-prefix-caching"),
-        ("scheduler_config.async_scheduling", True, "--no-async-scheduling"),
+        ("offload_config.offload_backend", "prefetch", "--offload-group-size"),
+        ("offload_config.prefetch", SimpleNamespace(offload_group_size=2), "--offload-group-size"),
         ("speculative_config", speculation("eagle3"), "EAGLE"),
         ("speculative_config", speculation("suffix"), "ngram and draft_model"),
         ("speculative_config", speculation("draft_model", draft_tokens=4096), "shorter than --max-model-len"),
