@@ -51,9 +51,9 @@ class Run:
         """When it was written; before all others if it does not say."""
         try:
             found = datetime.fromisoformat(str(self.manifest.get("date")))
-        except ValueError:
+            return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+        except (ValueError, OverflowError):
             return NEVER
-        return found if found.tzinfo else found.replace(tzinfo=UTC)
 
     def figure(self, key: str) -> Any:
         """A figure of the summary; `a/b` is the `b` of a figure that has several.  None when there is none."""

@@ -63,8 +63,8 @@ def _about(cell: Mapping[str, object]) -> str:
     if tokens is None or quantum is None or step is None or share is None or overlap is None:
         return ""
     return (
-        f"A prompt of {TOKENS.text(tokens)} in steps of {TOKENS.text(quantum)}, interrupted at {SHARE.exact(share)} of step "
-        f"{step:.0f}; the successor keeps {SHARE.exact(overlap)}."
+        f"A prompt of {TOKENS.text(tokens)} in steps of {TOKENS.text(quantum)}, interrupted at {SHARE.exact(share)} of "
+        f"step {step:.0f}; the successor keeps {SHARE.exact(overlap)}."
     )
 
 
