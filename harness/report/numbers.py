@@ -14,7 +14,7 @@ from harness.report.results import number
 from harness.statistics import Interval
 
 NONE = "none"
-LONGEST_TEXT = 120
+LONGEST_TEXT, LONGEST_LIST = 120, 12
 FIVE_DIGITS = 1e4
 
 
@@ -103,7 +103,9 @@ def shown(value: Any, unit: Unit) -> str:
     found = number(value)
     if found is not None:
         return _fitting(unit, whole=found == round(found)).text(found)
-    text = _listed(value, unit) if isinstance(value, list) else str(value)
+    if isinstance(value, list | dict):
+        return _entries(value, unit)
+    text = str(value)
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
 
 
@@ -113,7 +115,8 @@ def _fitting(unit: Unit, *, whole: bool) -> Unit:
     return WHOLE if unit is PLAIN and whole else unit
 
 
-def _listed(value: list[Any], unit: Unit) -> str:
-    if any(isinstance(one, list | dict) for one in value):
+def _entries(value: list[Any] | dict[str, Any], unit: Unit) -> str:
+    """A short list in full; of anything else only how much there is."""
+    if isinstance(value, dict) or len(value) > LONGEST_LIST or any(isinstance(one, list | dict) for one in value):
         return f"{len(value)} entries"
     return ", ".join(shown(one, unit) for one in value) or NONE

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -25,6 +25,7 @@ from harness.statistics import Interval, Verdict
 
 _MANIFEST_FIRST = ("commit", "dirty", "pins", "model", "vllm", "torch", "python", "cpu", "cores", "memory_bytes")
 _SHORT_COMMIT = 12
+DEEPEST = 4
 TOO_FEW = "(too few for an interval)"
 
 
@@ -125,26 +126,31 @@ class Report:
     missing: Sequence[Missing]
     left_out: Mapping[str, str]
     older: Mapping[str, str]
-    date: str = field(default=NONE)
+    date: str = NONE
 
     def counts(self) -> dict[Standing, tuple[int, int]]:
         """Per standing how many aims, and how many of them stand on quick runs."""
         found = dict.fromkeys(Standing, (0, 0))
-        for section, row in self.judged():
-            every, quick = found[row.standing]
-            found[row.standing] = (every + 1, quick + section.run.quick)
+        for section, _, standing in self.judged():
+            every, quick = found[standing]
+            found[standing] = (every + 1, quick + section.run.quick)
         found[Standing.MISSING] = (sum(row.standing is Standing.MISSING for one in self.missing for row in one.rows), 0)
         return found
 
-    def judged(self) -> Iterator[tuple[Section, Any]]:
-        """Every row with an aim, and its section."""
-        return ((section, row) for section in self.sections for row in section.rows if row.standing)
+    def judged(self) -> Iterator[tuple[Section, Row, Standing]]:
+        """Every row with an aim, its section, and what became of it."""
+        return ((section, row, row.standing) for section in self.sections for row in section.rows if row.standing)
 
     def shortfalls(self) -> list[tuple[Section, Row]]:
         """What is not reached, does not count or is open; in that order."""
-        order = list(Standing)
-        short = [(section, row) for section, row in self.judged() if row.standing.falls_short]
-        return sorted(short, key=lambda one: order.index(one[1].standing or Standing.MISSING))
+        found = list(self.judged())
+        return [
+            (section, row)
+            for wanted in Standing
+            if wanted.falls_short
+            for section, row, standing in found
+            if standing is wanted
+        ]
 
 
 def report(folder: Folder) -> Report:
@@ -172,7 +178,6 @@ def report(folder: Folder) -> Report:
 def _section(chapter: Chapter, run: Run) -> Section:
     claims = [*chapter.claims, *_unknown(chapter, run)]
     told = {claim.key for claim in claims} | {f"{claim.key}_ci95" for claim in claims}
-    drawings = figures.drawn(run)
     return Section(
         bench=run.bench,
         title=chapter.title,
@@ -180,7 +185,7 @@ def _section(chapter: Chapter, run: Run) -> Section:
         asks=chapter.asks,
         run=run,
         rows=[_row(claim, run) for claim in claims],
-        drawings=drawings,
+        drawings=figures.drawn(run),
         rest=[(words(key), shown(value, unit_of(key))) for key, value in _flat(run.summary) if key not in told],
         checks=sorted(((words(name), held) for name, held in run.checks.items()), key=lambda check: check[1]),
         manifest=_manifest(run),
@@ -245,12 +250,12 @@ def _standing(claim: Claim, target: Target | None, run: Run) -> Standing | None:
     return _STANDINGS[verdict] if verdict else None
 
 
-def _flat(summary: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(summary: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     for key, value in summary.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{key}/")
+        if isinstance(value, dict) and len(before) < DEEPEST:
+            yield from _flat(value, (*before, key))
         else:
-            yield f"{before}{key}", value
+            yield "/".join((*before, key)), value
 
 
 def _manifest(run: Run) -> dict[str, str]:

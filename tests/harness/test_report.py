@@ -331,6 +331,11 @@ def test_files_that_hold_no_result_are_named_with_the_reason_and_stop_nothing(tm
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "deep.json").write_text("[" * 100_000, encoding="utf-8")
     (tmp_path / "list.json").write_text("[1, 2]", encoding="utf-8")
+    nested = '{"a":' * 900 + "1" + "}" * 900
+    strange = '{"summary": NESTED, "checks": {}, "manifest": {"bench": "deep", "cpu": NESTED}}'.replace(
+        "NESTED", nested
+    )
+    (tmp_path / "nested.json").write_text(strange, encoding="utf-8")
     (tmp_path / "other.json").write_text('{"summary": {}, "checks": {}, "manifest": {"bench": 3}}', encoding="utf-8")
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "notes.txt").write_text("not looked at", encoding="utf-8")
