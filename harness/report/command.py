@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             print(f"retire report: cannot write {file}: {error.strerror}", file=sys.stderr)
             return 1
-    counts = (f"{every} {standing}" for standing, (every, _) in told.counts().items() if every)
+    counts = (count.of(standing) for standing, count in told.counts().items() if count)
     print(f"{', '.join(map(str, written))}: {', '.join(counts)}")
     return 0
 

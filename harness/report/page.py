@@ -15,6 +15,7 @@ from markupsafe import Markup
 from harness.report import drawing
 from harness.report.paper import UNTOLD
 from harness.report.sections import Report, Spread, Standing
+from harness.report.words import seen
 
 FOLDER = Path(__file__).parent
 
@@ -24,7 +25,7 @@ def page(report: Report) -> str:
     environment = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
-    return environment.get_template("page.html").render(
+    text = environment.get_template("page.html").render(
         report=report,
         counts=report.counts(),
         shortfalls=report.shortfalls(),
@@ -34,6 +35,7 @@ def page(report: Report) -> str:
         void=Standing.VOID,
         untold=UNTOLD,
     )
+    return seen(text)
 
 
 def anchor(number: int, bench: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -111,6 +112,24 @@ class Section:
 
 
 @dataclass(frozen=True)
+class Count:
+    """How many, on full runs and on quick ones.  They are not added: a quick run decides little."""
+
+    full: int
+    quick: int
+
+    def __bool__(self) -> bool:
+        return bool(self.full or self.quick)
+
+    def of(self, standing: Standing) -> str:
+        """In words."""
+        more = f"{self.quick} on quick runs"
+        if not self.quick:
+            return f"{self.full} {standing}"
+        return f"{self.full} {standing} (and {more})" if self.full else f"{standing}: {more}"
+
+
+@dataclass(frozen=True)
 class Missing:
     """A chapter that no result stands for."""
 
@@ -128,14 +147,12 @@ class Report:
     older: Mapping[str, str]
     date: str = NONE
 
-    def counts(self) -> dict[Standing, tuple[int, int]]:
-        """Per standing how many aims, and how many of them stand on quick runs."""
-        found = dict.fromkeys(Standing, (0, 0))
-        for section, _, standing in self.judged():
-            every, quick = found[standing]
-            found[standing] = (every + 1, quick + section.run.quick)
-        found[Standing.MISSING] = (sum(row.standing is Standing.MISSING for one in self.missing for row in one.rows), 0)
-        return found
+    def counts(self) -> dict[Standing, Count]:
+        """How many aims have come to what."""
+        quick = Counter(standing for section, _, standing in self.judged() if section.run.quick)
+        full = Counter(standing for section, _, standing in self.judged() if not section.run.quick)
+        full.update(row.standing for one in self.missing for row in one.rows if row.standing)
+        return {standing: Count(full[standing], quick[standing]) for standing in Standing}
 
     def judged(self) -> Iterator[tuple[Section, Row, Standing]]:
         """Every row with an aim, its section, and what became of it."""

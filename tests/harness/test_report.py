@@ -217,7 +217,7 @@ def test_what_a_run_with_a_failed_check_measured_does_not_count(tmp_path):
         section = only(tmp_path, document("inheritance", summary, [], checks=checks))
         assert section.rows[0].standing is Standing.VOID, number_
     found, text, told_ = told(tmp_path, {"one": document("inheritance", summary, [], checks={"all_equal": False})})
-    assert found.counts()[Standing.REACHED] == (0, 0)
+    assert not found.counts()[Standing.REACHED]
     assert "Failed: all equal." in Parsed(text).text
     assert "Does not count" in told_
 
@@ -233,13 +233,16 @@ def test_shortfalls_come_first_and_quick_runs_are_counted_apart(tmp_path):
     order = [row.standing for _, row in found.shortfalls()]
     assert order == sorted(order, key=list(Standing).index)
     assert set(order) == {Standing.NOT_REACHED, Standing.VOID, Standing.OPEN}
-    every, quick = (sum(one[n] for one in found.counts().values()) for n in (0, 1))
-    assert every > quick == sum(row.standing is not None for row in rows_of(found, "overhead").values()) > 0
+    counts = found.counts()
+    quick = sum(count.quick for count in counts.values())
+    assert quick == sum(row.standing is not None for row in rows_of(found, "overhead").values()) > 0
+    assert counts[Standing.OPEN].full == order.count(Standing.OPEN) - counts[Standing.OPEN].quick
     shown_ = Parsed(text).text
     first = shown_.index("What falls short")
     assert first < shown_.index("Obsolete output Table 4")
-    assert f"{quick} on quick runs" not in shown_, "they are spread over the verdicts"
-    assert "quick run" in shown_
+    reached = counts[Standing.REACHED]
+    assert f"{reached.full} reached and {reached.quick} on quick runs" in shown_
+    assert f"{reached.full} reached (and {reached.quick} on quick runs)" in told_
     assert told_.index("## Shortfalls first") < told_.index("## Obsolete output")
 
 
@@ -288,7 +291,7 @@ def test_what_is_not_measured_is_said_with_the_papers_values(tmp_path):
     assert [one.chapter.bench for one in found.missing] == [
         chapter.bench for chapter in paper.CHAPTERS if chapter.bench != "churn"
     ]
-    assert found.counts()[Standing.MISSING][0] > 20
+    assert found.counts()[Standing.MISSING].full > 20
     for shown_ in (Parsed(text).text, told_):
         assert "TP 2 × PP 2: Native boundary / fence" in shown_
         assert "6.04×" in shown_
@@ -398,6 +401,15 @@ def test_nothing_that_a_file_says_becomes_markup(tmp_path):
     assert "](" not in told_
     lines = [line for line in told_.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in lines), "a row is one line"
+
+
+def test_characters_that_cannot_be_written_or_that_reorder_others_are_marked(tmp_path):
+    told_ = document("churn", {"said": "a\ud800b\u202ec\x00d"}, [], cpu="e\ufffff")
+    _, text, in_markdown = told(tmp_path, {"one": told_})
+    assert "a\ufffdb\ufffdc\ufffdd" in text
+    for written in (text, in_markdown):
+        assert "e\ufffdf" in written
+        written.encode()
 
 
 JUNK = st.one_of(
