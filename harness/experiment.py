@@ -44,6 +44,10 @@ class Target:
     aim: str
     verdict: Verdict
 
+    def as_json(self) -> dict[str, str]:
+        """JSON-ready form."""
+        return {"key": self.key, "paper": self.paper, "aim": self.aim, "verdict": self.verdict.value}
+
 
 @dataclass(frozen=True)
 class Result:
@@ -70,7 +74,13 @@ class Result:
         """The JSON document: `cell` and `arms` at the top when there is one cell, else a list under `cells`."""
         cells = [cell.as_json() for cell in self.cells]
         body = cells[0] if len(cells) == 1 else {"cells": cells}
-        return {**body, "summary": dict(self.summary), "checks": dict(self.checks), "manifest": dict(manifest)}
+        return {
+            **body,
+            "summary": dict(self.summary),
+            "targets": [target.as_json() for target in self.targets],
+            "checks": dict(self.checks),
+            "manifest": dict(manifest),
+        }
 
 
 def join(checks: dict[str, bool], more: Mapping[str, bool]) -> None:

@@ -53,7 +53,7 @@ from harness.experiment import Cell, Result, Target, figures, join
 from harness.moments import Moments
 from harness.server import Server, start_side_by_side
 from harness.session import FLAGS, Session, metric, note
-from harness.statistics import Bootstrap, Pairs, Verdict, median_of_ratios, percentile, whether
+from harness.statistics import Bootstrap, Pairs, Verdict, median_at_most, median_of_ratios, percentile, whether
 from harness.turns import Turns
 from harness.workload import PATIENCE_S, completion, fresh_salt, fresh_scope, passage, record_of
 from retire import models
@@ -468,7 +468,4 @@ def verdict(cell: str, found: Bootstrap | None) -> Verdict:
     """The median within the aim, and where the interval is bounded its upper end too."""
     if found is None:
         return Verdict.NOT_REACHED
-    interval = found.interval()
-    if found.value <= AIM_PCT and (cell not in BOUNDED or interval.high <= BOUND_PCT):
-        return Verdict.REACHED
-    return Verdict.NOT_REACHED if interval.low > AIM_PCT else Verdict.OPEN
+    return median_at_most(found.value, found.interval(), AIM_PCT, BOUND_PCT if cell in BOUNDED else None)

@@ -133,3 +133,10 @@ def at_most(interval: Interval, bound: float) -> Verdict:
     if interval.high <= bound:
         return Verdict.REACHED
     return Verdict.NOT_REACHED if interval.low > bound else Verdict.OPEN
+
+
+def median_at_most(value: float, interval: Interval, bound: float, upper: float | None = None) -> Verdict:
+    """Whether the value itself is `bound` or less and, where `upper` says so, its interval ends there or before."""
+    if value <= bound and (upper is None or interval.high <= upper):
+        return Verdict.REACHED
+    return Verdict.NOT_REACHED if interval.low > bound else Verdict.OPEN

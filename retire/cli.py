@@ -99,6 +99,11 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     bench.set_defaults(run=_bench, takes_rest=True)
 
+    report = commands.add_parser(
+        "report", add_help=False, allow_abbrev=False, help="show results of experiments beside the paper"
+    )
+    report.set_defaults(run=_report_results, takes_rest=True)
+
     supersede = commands.add_parser("supersede", help="revoke a scope's current epoch")
     supersede.add_argument("scope", metavar="SCOPE")
     supersede.add_argument("expected", metavar="EXPECTED", type=_epoch, help='the epoch to replace, or "*" for any')
@@ -211,6 +216,12 @@ def _bench(_args: argparse.Namespace, rest: list[str]) -> int:
     from harness import bench
 
     return bench.main(rest)
+
+
+def _report_results(_args: argparse.Namespace, rest: list[str]) -> int:
+    from harness.report import command
+
+    return command.main(rest)
 
 
 def _doctor(_args: argparse.Namespace, _rest: list[str]) -> int:

@@ -70,10 +70,11 @@ def test_the_document_has_the_one_cell_at_its_top_and_what_was_measured_in_full(
     assert bench.main(["fake", "--quick", "--json", str(file)], [fake]) == 0
     assert fake.asked == [True]
     document = json.loads(file.read_text())
-    assert set(document) == {"cell", "arms", "summary", "checks", "manifest"}
+    assert set(document) == {"cell", "arms", "summary", "targets", "checks", "manifest"}
     assert document["cell"] == {"tokens": 4}
     assert document["arms"]["cold"] == {"ttft_ms": [30.0, 33.0]}
     assert document["summary"]["speedup"] == 31.234567, "not rounded"
+    assert document["targets"] == [{"key": "speedup", "paper": "33.8×", "aim": "≥ 34", "verdict": "not reached"}]
     assert document["checks"] == {"equal": True}
     manifest = document["manifest"]
     assert (manifest["bench"], manifest["quick"], manifest["model"]) == ("fake", True, "tiny")
@@ -88,7 +89,7 @@ def test_several_cells_stand_in_a_list(tmp_path):
     two = Result(cells=[*GOOD.cells, Cell({"tokens": 16}, {})], summary={}, checks={"equal": True})
     assert bench.main(["fake", "--json", str(file)], [Fake(two)]) == 0
     document = json.loads(file.read_text())
-    assert set(document) == {"cells", "summary", "checks", "manifest"}
+    assert set(document) == {"cells", "summary", "targets", "checks", "manifest"}
     assert [cell["cell"]["tokens"] for cell in document["cells"]] == [4, 16]
     assert document["manifest"]["pins"] == "unknown", "no server told of any"
 
