@@ -23,7 +23,7 @@ Record = dict[str, Any]
 
 _YEAR_2000_S: Final = 946_684_800.0
 _YEAR_2100_S: Final = 4_102_444_800.0
-_MOST_TOKENS: Final = 10**8  # a larger number is an id or a mistake
+_MOST_TOKENS: Final = 10**7  # a larger number is an id or a mistake
 _LONGEST_TURN_S: Final = 30 * 86_400.0
 _UNIQUE_CHARS: Final = 16  # a shorter id may be somebody else's as well
 
@@ -134,7 +134,7 @@ def stamp_s(value: Any) -> float | None:
     if not isinstance(value, str):
         return None
     try:
-        stamp = datetime.fromisoformat(value)
+        stamp = datetime.fromisoformat(value.upper())
         return _this_century((stamp if stamp.tzinfo else stamp.replace(tzinfo=UTC)).timestamp())
     except (ValueError, OverflowError):
         return None

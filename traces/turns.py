@@ -13,7 +13,7 @@ The paper counts a transition when an aborted turn is followed by a started one 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,6 +21,9 @@ from traces.events import Compacted, CopySkipped, Event, Key, ModelCalled, Promp
 from traces.rows import AUTO_SUBMIT_S, Agent, StartKind, Transition
 
 WITHIN_S: Final = 3600.0
+
+SAME_S: Final = 60.0
+"""A second marker so soon is the first one's abort.  Later, something ran that nobody was seen to start."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +37,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
+    key: Key
     began_s: float | None
     kind: StartKind
     chars: int | None
@@ -123,6 +127,14 @@ def _by_rank(account: tuple[Key, _Pair]) -> tuple[object, ...]:
     return (*pair.rank, thread)
 
 
+def _one_per_start(accounts: Iterable[tuple[Key, _Pair]]) -> Iterable[tuple[Key, _Pair]]:
+    """A turn follows one abort: of several markers the first, unless a file that begins with a later one is alone."""
+    firsts: dict[Key, tuple[Key, _Pair]] = {}
+    for account in sorted(accounts, key=lambda account: (account[1].stop.turn is None, account[1].stop.time_s)):
+        firsts.setdefault(account[1].turn.key, account)
+    return firsts.values()
+
+
 @dataclass(slots=True)
 class Collector:
     """Everything that files have told of one source.
@@ -164,7 +176,7 @@ class Collector:
         self._answer_across_files()
         zero_s = self._first_s or 0.0
         best = [min(accounts, key=_by_rank) for accounts in self._accounts.values()]
-        found = sorted(best, key=lambda account: (account[1].start_s, account[1].stop.time_s, account[1].stop.told.key))
+        found = sorted(_one_per_start(best), key=lambda account: (account[1].start_s, account[1].stop.told.key))
         scopes: dict[Key, int] = {}
         for thread, pair in found:
             yield pair.row(source, scopes.setdefault(thread, len(scopes) + 1), zero_s)
@@ -175,7 +187,7 @@ class Collector:
             for agent, stop in stops:
                 for turn in self._openings.get(thread, ()):
                     gap_s = _since(stop.time_s, turn.began_s)
-                    if gap_s is not None and gap_s <= WITHIN_S:
+                    if gap_s and gap_s <= WITHIN_S:  # 0 may be the aborted turn itself
                         self.paired(thread, _Pair(agent, stop, turn, gap_s))
 
 
@@ -223,7 +235,7 @@ class File:
 
     def _start(self, thread: _Thread, event: TurnStarted) -> None:
         self._into.met("turns", event.key, event.time_s)
-        turn = _Turn(event.time_s, event.kind, event.prompt_chars, event.waiting, thread.compacted)
+        turn = _Turn(event.key, event.time_s, event.kind, event.prompt_chars, event.waiting, thread.compacted)
         if stop := thread.stop:
             stop.last = thread.call
             if event.time_s is None:
@@ -261,7 +273,7 @@ class File:
     def _abort(self, thread: _Thread, event: TurnAborted) -> None:
         if event.time_s is None:
             self._into.counts["aborts without a time"] += 1
-        elif thread.stop and not thread.ran:
+        elif thread.stop and not thread.ran and event.time_s - thread.stop.time_s <= SAME_S:
             self._into.counts["second markers of an abort"] += 1
         else:
             self._into.met("aborts", event.key, event.time_s)

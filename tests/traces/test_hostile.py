@@ -69,6 +69,12 @@ def test_bytes_that_are_no_utf8_do_not_cost_the_line(tmp_path):
     assert told(read(write(tmp_path / "log.jsonl", *GOOD[:2], latin, marker, GOOD[3])).rows) == [(1, 4.0, 4.0)]
 
 
+def test_stamps_of_any_zone_and_precision_are_stamps(tmp_path):
+    odd = ["2026-01-01t06:00:05z", "2026-01-01T08:00:09.500000001+02:00"]
+    records = [record | {"timestamp": text} for record, text in zip(GOOD[2:], odd, strict=True)]
+    assert told(read(write(tmp_path / "log.jsonl", *GOOD[:2], *records)).rows) == [(1, 4.0, 4.5)]
+
+
 def test_utf16_is_of_no_known_kind(place):
     (place / "a.jsonl").write_bytes("\n".join(map(json.dumps, GOOD)).encode("utf-16"))
     assert read(place).counts["files of no known kind"] == 1

@@ -73,6 +73,7 @@ def test_two_markers_without_a_turn_between_them_are_one_abort(log):
 
 
 def test_a_run_that_nobody_is_seen_to_start_is_aborted_by_itself(log):
+    assert told(log(said(0, "a"), stopped(5, "b"), stopped(100, "d"), said(131, "e")).rows) == [(1, 100.0, 31.0)]
     found = log(said(0, "a"), stopped(5, "b"), answered(20, "c"), stopped(25, "d"), said(31, "e"))
     assert told(found.rows) == [(1, 25.0, 6.0)]
 
@@ -284,6 +285,18 @@ def test_a_copy_that_ends_with_the_abort_does_not_hide_the_next_turn(tmp_path):
         assert told(read(*order).rows) == [(1, 4.0, 4.0)]
 
 
+def test_a_turn_does_not_follow_its_own_abort(log):
+    assert log(meta(0), started(1, "a"), aborted(1, "a")).rows == []
+
+
+def test_a_start_follows_one_abort(tmp_path):
+    """A copy that begins between two markers of one abort."""
+    records = [said(0, "a"), stopped(5, "b"), stopped(6, "c"), said(9, "d")]
+    write(tmp_path / "1.jsonl", *records[2:])
+    write(tmp_path / "2.jsonl", *records)
+    assert told(read(tmp_path).rows) == [(1, 5.0, 4.0)]
+
+
 def test_a_resumed_session_in_a_file_of_its_own_goes_on(tmp_path):
     """A session's abort is the last thing in one file, its next turn the first in another."""
     before = write(tmp_path / "z.jsonl", said(0, "a"), stopped(5, "b"))
@@ -440,7 +453,12 @@ def test_a_rollout_that_is_resumed_says_its_name_again(log):
 # ---------------------------------------------------------------- against a dumb version
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from("AB"), st.sampled_from(["start", "call", "abort"]), st.integers(0, 5000)), max_size=30
+    st.tuples(
+        st.sampled_from("AB"),
+        st.sampled_from(["start", "call", "abort"]),
+        st.sampled_from([0, 1, 59, 61, 500, 3600, 3601]),
+    ),
+    max_size=30,
 )
 
 
@@ -458,11 +476,13 @@ def dumb(steps):
         starts = [n for n, (k, _) in enumerate(before) if k == "start"]
         since = before[starts[-1] + 1 :] if starts else before
         aborts = [n for n, (k, _) in enumerate(since) if k == "abort"]
-        # Of several aborts with nothing but aborts between them the first counts, of others the last.
-        while len(aborts) > 1 and not any(k == "call" for k, _ in since[aborts[-2] : aborts[-1]]):
-            aborts.pop()
-        if aborts and start_at - since[aborts[-1]][1] <= 3600:
-            found.append((thread, since[aborts[-1]][1], start_at - since[aborts[-1]][1]))
+        counted = []
+        for n in aborts:  # a second marker within a minute, and with no call in between, is the first one's
+            ran = counted and any(k == "call" for k, _ in since[counted[-1] : n])
+            if not counted or ran or since[n][1] - since[counted[-1]][1] > 60:
+                counted.append(n)
+        if counted and start_at - since[counted[-1]][1] <= 3600:
+            found.append((thread, since[counted[-1]][1], start_at - since[counted[-1]][1]))
     return sorted(found)
 
 
