@@ -104,6 +104,11 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     report.set_defaults(run=_report_results, takes_rest=True)
 
+    traces = commands.add_parser(
+        "traces", add_help=False, allow_abbrev=False, help="recorded interruptions: extract, look at, generate"
+    )
+    traces.set_defaults(run=_traces, takes_rest=True)
+
     supersede = commands.add_parser("supersede", help="revoke a scope's current epoch")
     supersede.add_argument("scope", metavar="SCOPE")
     supersede.add_argument("expected", metavar="EXPECTED", type=_epoch, help='the epoch to replace, or "*" for any')
@@ -220,6 +225,12 @@ def _bench(_args: argparse.Namespace, rest: list[str]) -> int:
 
 def _report_results(_args: argparse.Namespace, rest: list[str]) -> int:
     from harness.report import command
+
+    return command.main(rest)
+
+
+def _traces(_args: argparse.Namespace, rest: list[str]) -> int:
+    from traces import command
 
     return command.main(rest)
 

@@ -92,7 +92,7 @@ def test_nobody_but_the_command_line_imports_experiments_and_traces():
         assert places == []
 
 
-@pytest.mark.parametrize("module", ["retire.core", "retire.cli", "retire.client", "retire.plugin"])
+@pytest.mark.parametrize("module", ["retire.core", "retire.cli", "retire.client", "retire.plugin", "traces"])
 def test_importing_loads_neither_vllm_nor_torch(module):
     code = (
         f"import importlib, pkgutil, sys; package = importlib.import_module('{module}');"
