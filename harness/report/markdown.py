@@ -80,7 +80,7 @@ def _manifest(report: Report) -> Iterator[str]:
         ("", *(section.bench for section in report.sections)),
         [(key, *(section.manifest.get(key, UNTOLD) for section in report.sections)) for key in keys],
     )
-    for file, why in [*report.older.items(), *report.left_out.items()]:
+    for file, why in [*report.passed_over.items(), *report.left_out.items()]:
         yield from ("", f"Not shown: {escaped(file)} ({escaped(why)}).")
 
 

@@ -74,13 +74,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Folder:
-    """What was found.  `runs`: the newest of each bench, by name.  `older`: the others.
+    """What was found.  `runs`: of each bench, by name, the newest full run, else the newest quick one.
+
+    `passed_over`: the others.
 
     `left_out`: per file that gave no result, why.
     """
 
     runs: Mapping[str, Run]
-    older: Sequence[Run]
+    passed_over: Sequence[Run]
     left_out: Mapping[str, str]
 
 
@@ -94,11 +96,11 @@ def read(folder: Path) -> Folder:
             found.append(run)
         else:
             left_out[file.name] = run
-    found.sort(key=lambda run: (run.date, run.file))
-    newest = {run.bench: run for run in found}
+    found.sort(key=lambda run: (not run.quick, run.date, run.file))
+    shown = {run.bench: run for run in found}
     return Folder(
-        runs=dict(sorted(newest.items())),
-        older=[run for run in found if newest[run.bench] is not run],
+        runs=dict(sorted(shown.items())),
+        passed_over=[run for run in found if shown[run.bench] is not run],
         left_out=left_out,
     )
 

@@ -139,12 +139,12 @@ class Missing:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it.  `left_out`, `older`: files, and why they are not shown."""
+    """All of it.  `left_out`, `passed_over`: files, and why they are not shown."""
 
     sections: Sequence[Section]
     missing: Sequence[Missing]
     left_out: Mapping[str, str]
-    older: Mapping[str, str]
+    passed_over: Mapping[str, str]
     date: str = NONE
 
     def counts(self) -> dict[Standing, Count]:
@@ -187,7 +187,7 @@ def report(folder: Folder) -> Report:
             if chapter.bench not in folder.runs
         ],
         left_out=folder.left_out,
-        older={run.file: f"{_kind(run)} of {run.bench}, {_date(run)}: there is a newer one" for run in folder.older},
+        passed_over={run.file: _why_not(run, folder.runs[run.bench]) for run in folder.passed_over},
         date=max(dates).date().isoformat() if dates else NONE,
     )
 
@@ -290,6 +290,11 @@ def _told(key: str, value: Any) -> str:
     if key == "commit" and isinstance(value, str):
         return value[:_SHORT_COMMIT]
     return shown(value, GIB if key == "memory_bytes" else unit_of(""))
+
+
+def _why_not(run: Run, shown: Run) -> str:
+    better = "full" if run.quick and not shown.quick else "newer"
+    return f"{_kind(run)} of {run.bench}, {_date(run)}: there is a {better} one"
 
 
 def _kind(run: Run) -> str:

@@ -316,16 +316,24 @@ def test_a_bench_that_nobody_knows_is_shown_as_it_says(tmp_path):
     ]
 
 
-def test_of_several_results_the_newest_counts_and_the_others_are_named(tmp_path):
-    first = document("churn", {"rounds": 1}, [], date="2026-11-30T12:00:00+01:00")
-    later = document("churn", {"rounds": 2}, [], date="2026-11-30T11:30:00+00:00", quick=True)
-    undated = document("churn", {"rounds": 3}, [], date="yesterday")
-    found, text, told_ = told(tmp_path, {"z": first, "a": later, "m": undated})
+def test_of_several_results_the_newest_full_one_counts_and_the_others_are_named(tmp_path):
+    first = document("churn", {"rounds": 1}, [], date="2026-11-30T10:00:00+01:00")
+    later = document("churn", {"rounds": 2}, [], date="2026-11-30T11:30:00+00:00")
+    quick = document("churn", {"rounds": 3}, [], date="2026-11-30T12:30:00+00:00", quick=True)
+    undated = document("churn", {"rounds": 4}, [], date="yesterday")
+    found, text, told_ = told(tmp_path, {"z": first, "a": later, "q": quick, "m": undated})
     assert found.sections[0].run.file == "a.json"
-    assert list(found.older) == ["m.json", "z.json"]
+    assert sorted(found.passed_over) == ["m.json", "q.json", "z.json"]
     for shown_ in (Parsed(text).text, told_):
-        assert "full run of churn, 2026-11-30 11:00 UTC: there is a newer one" in shown_
+        assert "full run of churn, 2026-11-30 09:00 UTC: there is a newer one" in shown_
+        assert "quick run of churn, 2026-11-30 12:30 UTC: there is a full one" in shown_
         assert "date unknown" in shown_
+
+
+def test_quick_runs_are_shown_where_there_is_no_full_one(tmp_path):
+    quick = [document("churn", {}, [], date=f"2026-11-30T12:0{n}:00+00:00", quick=True) for n in (0, 1)]
+    found, *_ = told(tmp_path, {"first": quick[0], "second": quick[1]})
+    assert found.sections[0].run.file == "second.json"
 
 
 def test_files_that_hold_no_result_are_named_with_the_reason_and_stop_nothing(tmp_path):
