@@ -140,10 +140,15 @@ class StepGuard:
 
     def attention_point(self, name: str) -> None:
         """Before an attention operation of that layer.  Where rows cannot be cut out, steps are decided upon here."""
-        if self._pass is not None or self._guesses:
+        if self._pass is not None and not self._guesses:
             self.safe_point()
             return
         began = name != self._attention
+        if self._guesses:
+            self._attention = name
+            self._pass_point(layer=began)
+            self._drop_guesses()
+            return
         if began and self._attention:
             self._layer = min(self._layer + 1, self._layers - 1)
         self._attention = name
@@ -157,6 +162,7 @@ class StepGuard:
         All rows of the plan are written by then, so the frontier stays where it is.
         """
         self.armed = self._guesses = True
+        self._attention = ""
         self._begin_pass()
         self.safe_point()
 
@@ -331,9 +337,9 @@ class StepGuard:
 
     def _over_ns(self, *, armed: bool) -> int:
         """The target's pass is over, as its output shows; nothing shows that of a draft model's."""
-        if self._ahead is not None:
-            return self._ahead.catch_up() if self._drafts else time.monotonic_ns()
-        over_ns = time.monotonic_ns()
+        if self._ahead is not None and not self._drafts:
+            return time.monotonic_ns()
+        over_ns = time.monotonic_ns() if self._ahead is None else self._ahead.catch_up()
         if armed:
             self._reached(over_ns)
         return over_ns

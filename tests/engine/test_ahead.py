@@ -230,6 +230,27 @@ def test_a_draft_models_layers_are_computed_before_the_step_is_over(
     assert ended(guard).ended_ns == device.busy
 
 
+def test_passes_over_guesses_are_layers_that_the_host_waits_for_as_well(
+    device: Device, table: AuthorityTable, ticket: Ticket
+) -> None:
+    guard = StepGuard(table, ahead=device.run_ahead())
+    begun(guard, ticket)
+    for _ in range(3):
+        guard.arm_guesses()
+        for layer in range(LAYERS):
+            guard.attention_point(f"draft.layers.{layer}")
+            guard.attention_point(f"draft.layers.{layer}")
+            device.launch()
+            assert device.behind <= 2 * WINDOW
+        guard.disarm()
+    assert device.marks == 3 * LAYERS // WINDOW
+    guard.arm_guesses()
+    revoke(table, ticket)
+    with pytest.raises(StepFenced):
+        guard.attention_point("draft.layers.0")
+    assert ended(guard).ended_ns == device.busy
+
+
 def test_a_host_that_is_its_own_device_waits_for_nothing() -> None:
     from vllm.platforms import current_platform
 

@@ -85,16 +85,16 @@ def test_versions_that_end_while_they_decode_leave_what_was_said(ahead, scope):
     """With tokens on their way, and requests beside it that have nothing to do with it."""
     url = ahead.url
     prompts = [text_ids(url, 40 + 17 * n, seed=4000 + n) for n in range(3)]
-    alone = [said(url, completion(ids, 300, cache_salt=fresh_salt())) for ids in prompts]
+    alone = [said(url, completion(ids, 200, cache_salt=fresh_salt())) for ids in prompts]
     beside = [
         Streaming(
             url,
-            completion(ids, 300, cache_salt=fresh_salt()),
+            completion(ids, 200, cache_salt=fresh_salt()),
             {"X-Retire-Scope": f"{scope}-beside-{n}"} if n % 2 else {},
         )
         for n, ids in enumerate(prompts)
     ]
-    for attempt in range(6):
+    for attempt in range(4):
         ids = text_ids(url, 900, seed=600 + attempt)
         old, new = completion([*ids, 1], 400), completion([*ids, 2], 16)
         stream = Streaming(url, old, {"X-Retire-Scope": f"{scope}-{attempt}"})
