@@ -100,7 +100,10 @@ class Answers(BaseHTTPRequestHandler):
                 break
             if len(body["prompt"]) in server.breaks and token == 2:
                 return
-            self.event({"choices": [{"text": "x", "token_ids": [token]}], "retire": {"epoch": epoch}})
+            likely = {"tokens": ["x"], "token_logprobs": [0.0], "top_logprobs": [{"x": 0.0}]}
+            self.event(
+                {"choices": [{"text": "x", "token_ids": [token], "logprobs": likely}], "retire": {"epoch": epoch}}
+            )
         self.wfile.write(b"data: [DONE]\n\n")
 
     def event(self, told):
