@@ -6,7 +6,7 @@ tokens that share nothing.  Whoever gives recorded rows (`--trace FILE`) sees th
 The window is the paper's, on this machine's scale.  One number sets the scale: how often a native prefill of the prompt
 fits into the window.  There it is 120 s over 0.405 s, the TTFT of the final versions (7.4), and the cleanup limit is
 180 s over the same; here both are kept over the prefill measured at the start, so a burst is as many prefills wide as
-there.  `Burst.squeezes` are other scales: at 4, revisions come four times as fast, measured in prefills.  Quanta keep the
+there.  Other squeezes than 1 are other scales: at 4, revisions come four times as fast, in prefills.  Quanta keep the
 paper's share of a prompt: an eighth, a half, the whole.
 
 Arms, on one server per quantum, in an order that rotates:
