@@ -10,9 +10,11 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from harness.burst import Burst
 from harness.churn import Churn
 from harness.composition import Composition
 from harness.correctness import Correctness
@@ -26,6 +28,7 @@ from harness.server import ServerFailed
 from harness.tenants import Tenants
 
 EXPERIMENTS: tuple[Experiment, ...] = (
+    Burst(),
     Churn(),
     Composition(),
     Correctness(),
@@ -44,8 +47,13 @@ def main(argv: Sequence[str] | None = None, experiments: Iterable[Experiment] = 
     parser.add_argument("name", metavar="NAME", choices=sorted(known), help=", ".join(sorted(known)))
     parser.add_argument("--quick", action="store_true", help="fewer runs, under four minutes on two quiet cores")
     parser.add_argument("--json", metavar="FILE", type=_writable, help="write everything measured there")
+    parser.add_argument("--trace", metavar="FILE", type=Path, help="burst: recorded transitions, replayed as well")
     options = parser.parse_args(argv)
     experiment = known[options.name]
+    if options.trace is not None:
+        if not isinstance(experiment, Burst):
+            parser.error("--trace is for burst")
+        experiment = replace(experiment, trace=options.trace)
     try:
         result = experiment.run(quick=options.quick)
     except ServerFailed as error:

@@ -99,6 +99,11 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     bench.set_defaults(run=_bench, takes_rest=True)
 
+    replay = commands.add_parser(
+        "replay", add_help=False, allow_abbrev=False, help="recorded interruptions against a running server"
+    )
+    replay.set_defaults(run=_replay, takes_rest=True)
+
     report = commands.add_parser(
         "report", add_help=False, allow_abbrev=False, help="show results of experiments beside the paper"
     )
@@ -221,6 +226,12 @@ def _bench(_args: argparse.Namespace, rest: list[str]) -> int:
     from harness import bench
 
     return bench.main(rest)
+
+
+def _replay(_args: argparse.Namespace, rest: list[str]) -> int:
+    from harness import replay_command
+
+    return replay_command.main(rest)
 
 
 def _report_results(_args: argparse.Namespace, rest: list[str]) -> int:

@@ -1,0 +1,354 @@
+"""`retire bench burst`: recorded bursts of revisions, replayed.
+
+Stands beside Figure 6 and Table 9: 24 transitions in 120 seconds, three scopes, three bursts of eight; prompts of 8192
+tokens that share nothing.  Whoever gives recorded rows (`--trace FILE`) sees those at their human pace as well.
+
+The window is the paper's, on this machine's scale.  One number sets the scale: how often a native prefill of the prompt
+fits into the window.  There it is 120 s over 0.405 s, the TTFT of the final versions (7.4), and the cleanup limit is
+180 s over the same; here both are kept over the prefill measured at the start, so a burst is as many prefills wide as
+there.  Other squeezes than 1 are other scales: at 4, revisions come four times as fast, in prefills.  Quanta keep the
+paper's share of a prompt: an eighth, a half, the whole.
+
+Arms, on one server per quantum, in an order that rotates:
+
+- `native_Q`: vLLM's requests without a scope; the runtime hangs up and sends the new request.
+- `selective_Q`: the new request supersedes.
+- `always_Q`: the same, every step armed.
+- `abandon_Q`: nobody ends the old request.  The paper's native figures (22 obsolete executions at once, a cleanup that
+  is not over after 180 s) are those of old work that runs on; here it is shown beside and is not the baseline.
+
+The best native quantum is the one with the highest goodput of that scale, and `goodput_ratio` is that of the best
+selective quantum over it, at the paper's scale, or at the nearest that was measured.  What counts as current, obsolete
+and final is said in `harness.outcomes`; a final version is the last of its scope in a burst.
+
+What could be unfair, and which way:
+
+- Native's engine is asked between two steps whether it has let go, and answers over HTTP; what an idle one takes is
+  taken off.  A request that waited and was in no step counts as live until then, in all arms.
+- RETIRE's times come from its records: giving up to ADVANCE is the gate's own time, without the way there.  In favour
+  of us by what a loopback connection takes; never less than when the client saw the old stream end.
+- A frame counts when it was taken, by a client that shares two cores with the engine: what came before the acceptance
+  and was taken after it counts as obsolete, in all arms.  Nobody holds anything back; RETIRE's own client would.
+- The native arms run on patched servers.  What that costs unscoped requests is `retire bench overhead`'s to say.
+- All arms have prefix caching, and nothing in common to find there.
+- Intervals of safe points are those of the very step that was stopped.  Steps too short to be armed have none and are
+  left out of `cleanup_p99_intervals`; `cleanup_ms` has them all.
+- Rows of different scopes are in one step here as there, so a step with somebody else's rows goes on without the
+  obsolete ones.
+- Chosen for the best of their scale, quanta of both sides are favoured by chance alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness.arrivals import Pace, Plan, Sizes, plan
+from harness.client import Reply, says_the_same
+from harness.experiment import Cell, Result, Target, columns, figures, join
+from harness.outcomes import Version
+from harness.replay import Arm, Replay, Replayed, Site, goodput, prompts, summary
+from harness.session import Session, note, serving
+from harness.statistics import Bootstrap, at_least, ratio_of_medians, whether
+from harness.workload import fresh_salt, passage, prefill_s
+from retire.core.errors import RetireError
+from traces import rows
+from traces.generate import WINDOW_PROMPT_TOKENS, paper_window
+from traces.rows import Transition
+from traces.statistics import WINDOW_S
+
+PROMPT_TOKENS = 512
+ANSWER_TOKENS = 720  # 54 token/s for 120 s over nine final versions
+QUANTA = (PROMPT_TOKENS // 8, PROMPT_TOKENS // 2, PROMPT_TOKENS)
+ALWAYS = QUANTA[1]  # of the server that arms every step
+PAPER_PREFILL_S, PAPER_LIMIT_S, PAPER_BURST_S = 0.405, 180.0, 1.5
+GOODPUT_AIM, INTERVALS_AIM = 5.5, 1.25
+QUICK_SQUEEZE = 6.0
+ALTERNATIVES = 5
+RECORDED_S = 120.0  # how long recorded transitions may take here
+BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A replay that every arm goes through.
+
+    `squeeze`: how much faster than the paper's, measured in prefills; None for recorded transitions.
+    """
+
+    name: str
+    plan: Plan
+    window_s: float
+    limit_s: float
+    squeeze: float | None = None
+
+    def ratios(self, prefill: float) -> dict[str, float]:
+        """The window, a burst and the cleanup limit over a native prefill."""
+        burst_s = {} if self.squeeze is None else {"burst_over_prefill": PAPER_BURST_S / PAPER_PREFILL_S / self.squeeze}
+        return {"window_over_prefill": self.window_s / prefill, "limit_over_prefill": self.limit_s / prefill, **burst_s}
+
+
+def scaled(prefill: float, squeeze: float, seed: int = 1) -> Scale:
+    """The paper's window where a native prefill takes `prefill` seconds."""
+    factor = prefill / PAPER_PREFILL_S / squeeze
+    sizes = Sizes(scale=PROMPT_TOKENS / WINDOW_PROMPT_TOKENS, answer_tokens=ANSWER_TOKENS)
+    made = plan(paper_window(seed), sizes, speed=1 / factor)
+    return Scale(f"squeeze_{squeeze:g}", made, WINDOW_S * factor, PAPER_LIMIT_S * factor * squeeze, squeeze)
+
+
+def recorded(told: Sequence[Transition], scopes: int = 3) -> Scale:
+    """Recorded transitions of the busiest scopes, at a speed that makes them last `RECORDED_S`."""
+    lengths = [row.prompt_tokens_before for row in told if row.prompt_tokens_before]
+    share = PROMPT_TOKENS / median(lengths) if lengths else 1.0
+    sizes = Sizes(PROMPT_TOKENS, 0.0, share, 2 * PROMPT_TOKENS, ANSWER_TOKENS)
+    slow = plan(told, sizes, scopes=scopes, pace=Pace.FOLDED)
+    speed = max(slow.last_s / RECORDED_S, 1e-6)
+    made = plan(told, sizes, scopes=scopes, pace=Pace.FOLDED, speed=speed)
+    return Scale("recorded", made, RECORDED_S + 30.0, PAPER_LIMIT_S)
+
+
+@dataclass(frozen=True)
+class Burst:
+    """`trials`: of every arm at the paper's scale; the others have fewer.  `trace`: a file of recorded rows."""
+
+    model: str = "smollm2"
+    trials: int = 3
+    squeezed_trials: int = 2
+    squeezes: tuple[float, ...] = (1.0, 2.0, 4.0)
+    trace: Path | None = None
+    name: str = field(default="burst", init=False)
+    paper: str = field(default="Figure 6 and Table 9", init=False)
+
+    def run(self, *, quick: bool) -> Result:
+        """See the module.
+
+        Raises:
+            RetireError: `trace` cannot be read, or holds something else.
+        """
+        told = _read(self.trace)
+        with ExitStack() as stack:
+            bench = _Bench(
+                {quantum: stack.enter_context(_serving(self.model, quantum)) for quantum in used(quick=quick)}
+            )
+            prefill = bench.prefill_s()
+            note(f"  native prefill of {PROMPT_TOKENS} tokens: {prefill:.3f} s")
+            planned = {scaled(prefill, one): 1 if quick else self._trials(one) for one in self._squeezes(quick=quick)}
+            if told:
+                planned[recorded(told)] = 1 if quick else self.squeezed_trials
+            found = {}
+            for scale, trials in planned.items():
+                note(f"  {scale.name}: " + ", ".join(f"{k} {v:.3g}" for k, v in scale.ratios(prefill).items()))
+                found[scale.name] = bench.runs(scale, trials, quick=quick)
+        return result(self, list(planned), found, bench.checks(), bench.seal, prefill)
+
+    def _squeezes(self, *, quick: bool) -> tuple[float, ...]:
+        return (QUICK_SQUEEZE,) if quick else self.squeezes
+
+    def _trials(self, squeeze: float) -> int:
+        return self.trials if squeeze == self.squeezes[0] else self.squeezed_trials
+
+
+def _read(path: Path | None) -> list[Transition]:
+    if path is None:
+        return []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return list(rows.read(lines))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RetireError(f"{path} cannot be read: {error}") from None
+
+
+def used(*, quick: bool) -> list[int]:
+    """The quanta that have a server."""
+    return [quantum for quantum in QUANTA if not quick or quantum != ALWAYS]
+
+
+def _serving(model: str, quantum: int) -> AbstractContextManager[Session]:
+    flags = (
+        *("--max-num-batched-tokens", str(quantum)),
+        *("--max-num-seqs", "32"),
+        *("--block-size", str(BLOCK)),
+        *("--kv-cache-memory-bytes", str(1 << 30)),
+    )
+    return serving(model, flags, {"RETIRE_ARM_MS": "0"} if quantum == ALWAYS else None)
+
+
+class _Bench:
+    """Servers, by quantum, and the runs on them."""
+
+    def __init__(self, sessions: Mapping[int, Session]) -> None:
+        self._sessions = sessions
+        self.seal = sessions[QUANTA[0]].seal
+        for session in sessions.values():  # the first of each warms up
+            prefill_s(session.url, session.model, passage(session.url, session.model, PROMPT_TOKENS, 1))
+
+    def prefill_s(self) -> float:
+        """Of a native prompt in one quantum."""
+        session = self._sessions[QUANTA[-1]]
+        taken = [
+            prefill_s(session.url, session.model, passage(session.url, session.model, PROMPT_TOKENS, 2 + number))
+            for number in range(5)
+        ]
+        return median(taken)
+
+    def checks(self) -> dict[str, bool]:
+        """Of all servers.  To be asked once they are gone."""
+        found: dict[str, bool] = {}
+        for session in self._sessions.values():
+            join(found, session.checks)
+        return found
+
+    def runs(self, scale: Scale, trials: int, *, quick: bool) -> dict[str, list[Replayed]]:
+        """Per arm, one run a trial."""
+        found: dict[str, list[Replayed]] = {}
+        arms = [(name, quantum) for quantum in self._sessions for name in arms_of(quantum, quick=quick)]
+        for trial in range(trials):
+            clean: dict[int, Reply] = {}
+            for name, quantum in arms[trial % len(arms) :] + arms[: trial % len(arms)]:
+                session = self._sessions[quantum]
+                run = self._run(session, scale, ARMS[name.partition("_")[0]], trial, clean)
+                found.setdefault(name, []).append(run)
+                told = run.figures()
+                note(
+                    f"  {trial + 1}/{trials} {name}: {told['goodput_tokens_per_s']:.1f} token/s,"
+                    f" obsolete {told['obsolete_tokens']}, final {told['final_versions']},"
+                    f" cleanup {told['cleanup_ms'] or 0:.1f} ms, at once {told['most_obsolete']}"
+                )
+        return found
+
+    def _run(self, session: Session, scale: Scale, arm: Arm, trial: int, clean: dict[int, Reply]) -> Replayed:
+        site = Site(session.url, session.model)
+        texts = prompts(site, scale.plan, 1 + trial)
+        run = Replay(site, scale.plan, texts, window_s=scale.window_s, limit_s=scale.limit_s).run(arm)
+        if arm is not Arm.ABANDON:  # what runs on there may be cut at the limit
+            for name, holds in run.checks().items():
+                session.check(name, holds)
+        lasts = {scope: versions[-1] for scope, versions in run.versions.items()}
+        if not clean:
+            asked = {
+                scope: session.stream(
+                    texts[scope, last.planned.number], last.planned.answer_tokens, fresh_salt(), None, ALTERNATIVES
+                )
+                for scope, last in lasts.items()
+            }
+            clean.update({scope: stream.wait() for scope, stream in asked.items()})
+        if arm is Arm.RETIRE:
+            session.check("successors_equal_clean_runs", equal(lasts, clean))
+        return run
+
+
+ARMS = {"native": Arm.NATIVE, "selective": Arm.RETIRE, "always": Arm.RETIRE, "abandon": Arm.ABANDON}
+
+
+def arms_of(quantum: int, *, quick: bool) -> list[str]:
+    """Which arms run on the server of this quantum."""
+    if quantum == ALWAYS:
+        return [f"native_{quantum}", f"always_{quantum}"]
+    abandoned = [] if quick or quantum != QUANTA[0] else [f"abandon_{quantum}"]
+    return [f"native_{quantum}", f"selective_{quantum}", *abandoned]
+
+
+def equal(lasts: Mapping[int, Version], clean: Mapping[int, Reply]) -> bool:
+    """Whether every scope's last version says what a clean run says, as far as numerics can tell."""
+    return all(says_the_same(clean[scope], version.reply) for scope, version in lasts.items())
+
+
+def best(found: Mapping[str, Sequence[Replayed]], kind: str) -> str | None:
+    """The arm of this kind with the highest median goodput; None if none ran."""
+    of_kind = {arm: told for arm, runs in found.items() if arm.startswith(kind) if (told := goodput(runs)) is not None}
+    return max(of_kind, key=lambda arm: of_kind[arm], default=None)
+
+
+def result(
+    bench: Burst,
+    scales: Sequence[Scale],
+    found: Mapping[str, Mapping[str, Sequence[Replayed]]],
+    checks: Mapping[str, bool],
+    seal: Mapping[str, str],
+    prefill: float,
+) -> Result:
+    """The figures of all scales; those that the paper has are of its scale, or of the first that was measured."""
+    told: dict[str, Any] = {}
+    for scale in reversed(scales):
+        runs = found[scale.name]
+        native, ours = best(runs, "native"), best(runs, "selective")
+        at_scale = summary(runs, native or "", ours or "", scale.plan)
+        told[f"by_scale.{scale.name}"] = {
+            **scale.ratios(prefill),
+            **at_scale,
+            "best_native": native,
+            "best_retire": ours,
+            "goodput_tokens_per_s": {arm: goodput(of_arm) for arm, of_arm in runs.items()},
+            "obsolete_tokens": {arm: _sum(of_arm, "obsolete_tokens") for arm, of_arm in runs.items()},
+        }
+    scale = scales[0]
+    runs = found[scale.name]
+    first = told[f"by_scale.{scale.name}"]
+    pairs = _pairs(runs, first["best_retire"], first["best_native"])
+    ratio = Bootstrap(ratio_of_medians, pairs) if pairs else None
+    versioned = [run for arm, of_arm in runs.items() if ARMS[arm.partition("_")[0]] is Arm.RETIRE for run in of_arm]
+    keys = ("native_obsolete_tokens", "retire_final", "native_final", "final_total", "cleanup_p99_intervals")
+    head: dict[str, Any] = {
+        "retire_obsolete_tokens": sum(run.account.obsolete_tokens() for run in versioned),
+        **{key: first[key] for key in keys},
+        **figures("goodput_ratio", ratio),
+        "prefill_s": prefill,
+        "best_native": first["best_native"],
+        "best_retire": first["best_retire"],
+        "abandoned_obsolete_tokens": sum(_sum(of, "obsolete_tokens") for arm, of in runs.items() if "abandon" in arm),
+        "goodput_ratio_vs_abandoned": _ratio(runs, first["best_retire"], best(runs, "abandon")),
+    }
+    none = head["retire_obsolete_tokens"] == 0
+    p99 = head["cleanup_p99_intervals"]
+    all_final = bool(versioned) and head["retire_final"] == head["final_total"]
+    goodput_verdict = whether(holds=False) if ratio is None else at_least(ratio.interval(), GOODPUT_AIM)
+    targets = [
+        Target("retire_obsolete_tokens", "0", "0", whether(none)),
+        Target("native_obsolete_tokens", "40,499", "> 0", whether((head["native_obsolete_tokens"] or 0) > 0)),
+        Target("retire_final", "9 of 9", f"{head['final_total']}", whether(all_final)),
+        Target(
+            "cleanup_p99_intervals",
+            "1.08 ms",
+            f"≤ {INTERVALS_AIM:g}",
+            whether(p99 is not None and p99 <= INTERVALS_AIM),
+        ),
+        Target("goodput_ratio", "5.53×", f"≥ {GOODPUT_AIM:g}", goodput_verdict),
+    ]
+    cells = [_cell(scale, found[scale.name]) for scale in scales]
+    return Result(cells, {**head, **told}, dict(checks), targets, bench.model, seal)
+
+
+def _pairs(runs: Mapping[str, Sequence[Replayed]], above: str | None, below: str | None) -> list[tuple[float, float]]:
+    if above is None or below is None:
+        return []
+    both = zip(runs[above], runs[below], strict=True)
+    pairs = [(ours.account.goodput(), theirs.account.goodput()) for ours, theirs in both]
+    return pairs if all(theirs > 0 for _, theirs in pairs) else []
+
+
+def _ratio(runs: Mapping[str, Sequence[Replayed]], above: str | None, below: str | None) -> float | None:
+    pairs = _pairs(runs, above, below)
+    return ratio_of_medians(pairs) if pairs else None
+
+
+def _sum(runs: Sequence[Replayed], figure: str) -> int:
+    return int(sum(run.figures()[figure] for run in runs))
+
+
+def _cell(scale: Scale, runs: Mapping[str, Sequence[Replayed]]) -> Cell:
+    about = {
+        "bench": "burst",
+        "scale": scale.name,
+        "squeeze": scale.squeeze,
+        "window_s": scale.window_s,
+        "limit_s": scale.limit_s,
+        "scopes": len(scale.plan.scopes),
+        "bursts_s": list(scale.plan.bursts_s),
+        "tokens": PROMPT_TOKENS,
+    }
+    count = min((len(of_arm) for of_arm in runs.values()), default=0)
+    return Cell(about, columns({arm: of[trial].figures() for arm, of in runs.items()} for trial in range(count)))

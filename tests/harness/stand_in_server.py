@@ -1,0 +1,122 @@
+"""A server that speaks vLLM's and RETIRE's wire forms and computes nothing, for what drives real ones."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Condition, Thread
+
+TICK_S = 0.004
+
+
+class StandIn(ThreadingHTTPServer):
+    """A token every `TICK_S`.
+
+    `versioned`: whether it knows scopes.  `refuse`: status with which the successor of that number is refused, by
+    number.  `breaks`: prompt lengths whose answer is broken off.  `fence_ms`: what records say.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, *, versioned=True, refuse=None, breaks=(), fence_ms=8.0, interval_ms=10.0):
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.versioned, self.refuse, self.breaks = versioned, refuse or {}, breaks
+        self.fence_ms, self.interval_ms = fence_ms, interval_ms
+        self.changed = Condition()
+        self.epochs, self.asked, self.hung_up = {}, [], 0
+
+    def start(self):
+        Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def advance(self, scope):
+        with self.changed:
+            self.epochs[scope] += 1
+            return self.epochs[scope]
+
+
+class Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        if self.path == "/v1/models":
+            self.say({"data": [{"id": "made-up"}]})
+        elif self.path == "/retire/status" and self.server.versioned:
+            self.say({"seal": {"pins": "abc"}})
+        elif self.path.startswith("/transitions/"):
+            receipt = {
+                "safe_points": 30,
+                "obsolete_closed_ms": self.server.fence_ms,
+                "longest_interval_ms": self.server.interval_ms,
+            }
+            stages = {"advance": 0.0, "fence": self.server.fence_ms}
+            self.say({"closed": True, "advance_ms": 0.1, "stages": stages, "receipts": [receipt]})
+        else:
+            self.say({}, 404)
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/tokenize":
+            self.say({"tokens": list(range(5000))})
+        elif self.path == "/supersede":
+            epoch = self.server.advance(body["scope"])
+            self.say({}, 200, {"location": f"/transitions/{body['scope']}-{epoch}"})
+        elif not body.get("stream"):
+            self.say({"choices": [{"text": "x"}]})
+        else:
+            self.stream(body)
+
+    def stream(self, body):
+        server, scope = self.server, self.headers["x-retire-scope"]
+        told, epoch = {}, None
+        with server.changed:
+            server.asked.append({"scope": scope, "supersedes": self.headers["x-retire-supersedes"], **body})
+            if scope:
+                first = scope not in server.epochs
+                epoch = server.epochs.setdefault(scope, 1)
+                if self.headers["x-retire-supersedes"] and not first:
+                    if status := server.refuse.get(epoch + 1):
+                        del server.refuse[epoch + 1]
+                        self.say({"error": {"code": status}}, status, {"x-retire-authority": "unchanged"})
+                        return
+                    server.epochs[scope] = epoch = epoch + 1
+                    told = {"location": f"/transitions/{scope}-{epoch}"}
+                told["x-retire-epoch"] = str(epoch)
+        self.send_response(200)
+        for name, value in {"content-type": "text/event-stream", "connection": "close", **told}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        for token in range(body["max_tokens"]):
+            time.sleep(TICK_S)
+            if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
+                server.hung_up += 1
+                return
+            if scope and server.epochs[scope] != epoch:
+                self.event({"choices": [{"text": "", "token_ids": []}], "retire": {"superseded_by": epoch + 1}})
+                break
+            if len(body["prompt"]) in server.breaks and token == 2:
+                return
+            likely = {"tokens": ["x"], "token_logprobs": [0.0], "top_logprobs": [{"x": 0.0}]}
+            self.event(
+                {"choices": [{"text": "x", "token_ids": [token], "logprobs": likely}], "retire": {"epoch": epoch}}
+            )
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, told):
+        self.wfile.write(b"data: " + json.dumps(told).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def say(self, told, status=200, headers=None):
+        payload = json.dumps(told).encode()
+        self.send_response(status)
+        for name, value in {"content-length": str(len(payload)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, *_):
+        pass

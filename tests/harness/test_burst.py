@@ -1,0 +1,141 @@
+"""What the burst bench makes of replays, with a server that computes nothing."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from harness import bench, burst
+from harness.arrivals import Plan, Planned
+from harness.burst import ALWAYS, PROMPT_TOKENS, QUANTA, Burst, Scale, arms_of, best, recorded, result, scaled, used
+from harness.report.figures.burst import live
+from harness.report.paper import BURST
+from harness.session import Session
+from harness.statistics import Verdict
+from retire.core.errors import RetireError
+from tests.harness.stand_in_server import StandIn
+from traces import generate
+
+ANSWER = 60
+
+
+def short(name="squeeze_1", squeeze=1.0):
+    """Two scopes, three versions each, a tenth of a second apart."""
+    every = tuple(
+        Planned(scope, n, 0.1 * n + 0.05 * scope, None if n == 1 else 0.1 * n + 0.05 * scope, 40 + n, 0, ANSWER)
+        for scope in (1, 2)
+        for n in (1, 2, 3)
+    )
+    return Scale(name, Plan(every, (0.2,), ((1, 3), (2, 3))), window_s=1.0, limit_s=4.0, squeeze=squeeze)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Every arm once on stand-ins for the servers."""
+    servers = [StandIn(fence_ms=8.0, interval_ms=10.0).start() for _ in QUANTA]
+    sessions = {quantum: Session(server.url, "made-up") for quantum, server in zip(QUANTA, servers, strict=True)}
+    one = burst._Bench(sessions)
+    found = {"squeeze_1": one.runs(short(), 1, quick=False)}
+    yield SimpleNamespace(found=found, checks=one.checks(), seal=one.seal, prefill=one.prefill_s())
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def told(measured, found=None):
+    return result(Burst(), [short()], found or measured.found, measured.checks, measured.seal, measured.prefill)
+
+
+def test_every_arm_runs_and_the_checks_hold(measured):
+    assert set(measured.found["squeeze_1"]) == {
+        "native_64",
+        "selective_64",
+        "abandon_64",
+        "native_256",
+        "always_256",
+        "native_512",
+        "selective_512",
+    }
+    assert measured.checks == dict.fromkeys(measured.checks, True)
+    assert {"successors_equal_clean_runs", "epochs_follow_versions", "every_transition_closed"} <= set(measured.checks)
+
+
+def test_the_summary_has_the_keys_that_the_report_shows(measured):
+    found = told(measured)
+    assert {claim.key for claim in BURST.claims} <= set(found.summary)
+    assert {target.key for target in found.targets} <= set(found.summary)
+    assert found.summary["final_total"] == found.summary["retire_final"] == 2
+    assert found.summary["cleanup_p99_intervals"] == 0.8
+    assert found.summary["abandoned_obsolete_tokens"] > ANSWER
+    assert found.summary["by_scale.squeeze_1"]["best_native"].startswith("native_")
+    verdicts = {target.key: target.verdict for target in found.targets}
+    assert verdicts["cleanup_p99_intervals"] is Verdict.REACHED
+    assert verdicts["retire_final"] is Verdict.REACHED
+    assert verdicts["goodput_ratio"] is Verdict.NOT_REACHED
+    assert found.correct
+    json.dumps(found.document({}), allow_nan=False)
+
+
+def test_a_quantum_that_gives_more_is_the_baseline_and_what_runs_on_never_is(measured):
+    runs = measured.found["squeeze_1"]
+    fast = SimpleNamespace(account=SimpleNamespace(goodput=lambda: 1e9))
+    assert best({**runs, "native_256": [fast]}, "native") == "native_256"
+    assert best({**runs, "abandon_64": [fast]}, "native") != "abandon_64"
+    assert best({}, "native") is None
+
+
+def test_without_a_run_there_is_no_figure_and_no_target_is_reached(measured):
+    found = told(measured, {"squeeze_1": {}})
+    assert found.summary["goodput_ratio"] is None
+    assert found.summary["cleanup_p99_intervals"] is None
+    verdicts = {target.key: target.verdict for target in found.targets}
+    assert {key for key, verdict in verdicts.items() if verdict is Verdict.REACHED} <= {"retire_obsolete_tokens"}
+    json.dumps(found.document({}))
+
+
+def test_the_cells_are_what_the_figure_draws(measured):
+    document = told(measured).document({"bench": "burst"})
+    cells = told(measured).cells
+    drawing = live(SimpleNamespace(bench="burst", cells=cells))
+    assert len(drawing.panels) == 7
+    assert document["cell"]["bursts_s"] == [0.2]
+
+
+@pytest.mark.parametrize("prefill", [0.2, 0.405, 1.0])
+def test_ratios_to_a_prefill_are_the_papers_whatever_the_machine(prefill):
+    ratios = scaled(prefill, 1.0).ratios(prefill)
+    assert ratios["window_over_prefill"] == pytest.approx(120 / 0.405)
+    assert ratios["limit_over_prefill"] == pytest.approx(180 / 0.405)
+    assert ratios["burst_over_prefill"] == pytest.approx(1.5 / 0.405)
+    tight = scaled(prefill, 4.0)
+    assert tight.ratios(prefill)["window_over_prefill"] == pytest.approx(30 / 0.405)
+    assert tight.limit_s == scaled(prefill, 1.0).limit_s
+    assert len(tight.plan.finals) == 9
+    assert {one.prompt_tokens for one in tight.plan.versions} == {PROMPT_TOKENS}
+
+
+def test_recorded_transitions_keep_their_shares_and_last_as_long_as_they_may():
+    scale = recorded(generate.sessions(5, scopes=40, span_s=3600))
+    assert len(scale.plan.scopes) == 3
+    assert scale.plan.last_s == pytest.approx(burst.RECORDED_S)
+    assert max(one.prompt_tokens for one in scale.plan.versions) <= 2 * PROMPT_TOKENS
+    assert "burst_over_prefill" not in scale.ratios(0.4)
+
+
+def test_a_quick_run_needs_two_servers():
+    assert used(quick=True) == [QUANTA[0], QUANTA[2]]
+    assert [arms_of(quantum, quick=True) for quantum in used(quick=True)] == [
+        ["native_64", "selective_64"],
+        ["native_512", "selective_512"],
+    ]
+    assert arms_of(ALWAYS, quick=False) == ["native_256", "always_256"]
+
+
+def test_a_trace_is_for_burst_alone_and_is_read_before_any_server_starts(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["churn", "--trace", str(tmp_path / "none")])
+    assert "--trace is for burst" in capsys.readouterr().err
+    with pytest.raises(RetireError, match="cannot be read"):
+        bench.main(["burst", "--trace", str(tmp_path / "none")])
