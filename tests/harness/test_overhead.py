@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from harness import overhead
 from harness.client import Frame, Reply
+from harness.ledger import Ledger
 from harness.overhead import Overhead, percent_more, verdict
 from harness.statistics import Bootstrap, Verdict, percentile
 
@@ -42,10 +42,11 @@ class KnownTurns:
 
 
 def run(planned, **idle):
-    bench = overhead._Bench("tiny")
-    bench.sessions.append(SimpleNamespace(checks={"nothing_left": True}, seal={"pins": "abc"}))
-    bench.pairs({"native": Known(), "idle": Known(**idle)}, KnownTurns(), planned, start=0)
-    return overhead._result(Overhead(), bench, USED, 1, planned)
+    ledger = Ledger()
+    bench = overhead._Bench("tiny", ledger)
+    pairs = bench.pairs({"native": Known(), "idle": Known(**idle)}, KnownTurns(), planned, start=0)
+    found = {cell: [(0, ms) for ms in found] for cell, found in pairs.items()}
+    return overhead._result(Overhead(), found, ledger.checks, {"pins": "abc"}, USED, 1, planned)
 
 
 @pytest.fixture

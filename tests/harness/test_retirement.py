@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 
-from harness.client import Reply
 from harness.retirement import PATHS, TAILS, Arm, Trial, _result
 
 
 def test_a_fence_is_judged_by_its_worst_trial_and_every_planned_trial_must_count():
     def trial(native_ms, fence_ms):
-        native = Arm(native_ms, 300.0, Reply(), step_ms=3000.0)
-        return Trial(native, Arm(fence_ms, 100.0, Reply(), longest_interval_ms=50.0))
+        native = Arm(native_ms, 300.0, step_ms=3000.0)
+        return Trial(native, Arm(fence_ms, 100.0, longest_interval_ms=50.0))
 
     planned = dict.fromkeys((*PATHS, *TAILS), 2)
     found = _result({path.name: [trial(1500.0, 20.0), trial(1500.0, 40.0)] for path in planned}, {}, {}, planned)
