@@ -167,12 +167,14 @@ class Correctness:
             config, arms = list(runs[mode].items())[number]
             turn = (repetition + number) % len(Arm)
             order = [*Arm][turn:] + [*Arm][:turn]
-            key = Key(mode, order, repetition * len(runs[mode]) + number, config.seed)
+            place = repetition * len(runs[mode]) + number
+            key = Key(mode, order, place, config.seed)
             found = ledger.trial(key, partial(_measured, session, mode, config, order))
             for arm, measured in found["arms"].items():
                 arms[Arm(arm)].append(Measured.of(*measured))
             if found["refused"] is not None:
                 refused[mode.value] = found["refused"]
+                ledger.plan({mode: place + 1 - self.repetitions * len(runs[mode])})
             done = f"repetition {repetition + 1}" if mode.value not in refused else f"refused: {refused[mode.value]}"
             note(f"  {mode}, text {config.seed}, {config.lcp_tokens} common tokens, {done}")
         return refused

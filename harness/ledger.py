@@ -70,7 +70,7 @@ class Ledger:
         return sum(not key.startswith(_START) for key in self._earlier)
 
     def plan(self, trials: Mapping[str, int]) -> None:
-        """So many more trials of these cells will come; for the time left alone."""
+        """So many more trials of these cells will come, or fewer; for the time left alone."""
         self.progress.plan(trials)
 
     def trial(self, key: Key, work: Callable[[], Any]) -> Any:

@@ -23,7 +23,7 @@ class Progress:
         self._took_s: dict[str, list[float]] = {}
 
     def plan(self, trials: Mapping[str, int]) -> None:
-        """So many more trials of these cells will come."""
+        """So many more trials of these cells will come, or fewer."""
         for cell, count in trials.items():
             self._planned[cell] = self._planned.get(cell, 0) + count
 

@@ -29,7 +29,7 @@ import json
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.client import Reply, says_the_same
@@ -42,6 +42,7 @@ from harness.statistics import Bootstrap, at_least, ratio_of_medians, whether
 from harness.workload import diverging, fresh_salt, fresh_scope, passage, record_of
 from retire import models
 
+MODEL, LAYERS = "smollm2", 30
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ANSWER_TOKENS, PREDECESSOR_TOKENS, ALTERNATIVES = 4, 400, 5
 SUCCESSOR_TOKENS = 512
@@ -74,6 +75,11 @@ class Path:
     def steps(self) -> int:
         """How many steps a whole prefill has."""
         return -(-self.tokens // self.quantum)
+
+    @property
+    def tail(self) -> bool:
+        """Whether it is here for its quantum alone, and the paper has no ratio for it."""
+        return not self.paper
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -132,14 +138,14 @@ class Trial:
 
 
 PATHS = (
-    Path("long_prefill", "smollm2", 8000, 4096, layers=30, paper=24.9, aim=30.0),
-    Path("draft_verify_prefill", "smollm2", 4000, 4096, layers=60, paper=51.3, aim=51.3, drafted=True),
+    Path("long_prefill", MODEL, 8000, 4096, layers=LAYERS, paper=24.9, aim=30.0),
+    Path("draft_verify_prefill", MODEL, 4000, 4096, layers=2 * LAYERS, paper=51.3, aim=51.3, drafted=True),
     Path(
         "active_spec_decode",
-        "smollm2",
+        MODEL,
         512,
         4096,
-        layers=30 * (1 + DRAFTS),
+        layers=LAYERS * (1 + DRAFTS),
         paper=9.99,
         aim=9.99,
         drafted=True,
@@ -147,13 +153,14 @@ PATHS = (
     ),
     Path("two_kv_groups", "gemma3-270m", 4000, 4000, layers=18, paper=7.01, aim=7.01),
 )
-TAILS = tuple(Path(f"tail_{quantum}", "smollm2", 8000, quantum, layers=30, paper=0, aim=0) for quantum in (1024, 2048))
+TAILS = tuple(Path(f"tail_{quantum}", MODEL, 8000, quantum, layers=LAYERS, paper=0, aim=0) for quantum in (1024, 2048))
 
 
 @dataclass(frozen=True)
 class Retirement:
-    """`trials`: per path.  `tail_trials`: per quantum."""
+    """`trials`: per path.  `tail_trials`: per quantum.  `model`: of all paths but that of two KV groups."""
 
+    model: str = MODEL
     trials: int = 20
     tail_trials: int = 6
     quick_trials: int = 3
@@ -165,14 +172,30 @@ class Retirement:
         """See the module."""
         found: dict[str, list[Trial]] = {}
         seal: Mapping[str, str] = {}
-        planned = dict.fromkeys(PATHS, self.quick_trials if quick else self.trials)
-        planned |= {} if quick else dict.fromkeys(TAILS, self.tail_trials)
+        planned = dict.fromkeys(_with(self.model, PATHS), self.quick_trials if quick else self.trials)
+        planned |= {} if quick else dict.fromkeys(_with(self.model, TAILS), self.tail_trials)
         ledger.plan({path.name: trials for path, trials in planned.items()})
         for path, trials in planned.items():
             done = ledger.start(path.name, functools.partial(_measured, ledger, path, trials))
             found[path.name] = [Trial.of(**one) for one in done["trials"]]
             seal = done["seal"]
         return _result(found, ledger.checks, seal, planned)
+
+
+def _with(model: str, paths: Sequence[Path]) -> list[Path]:
+    """The same paths through another model; that of two KV groups is left as it is."""
+    if model == MODEL:
+        return list(paths)
+    times = {path: path.layers // LAYERS for path in paths if path.model == MODEL}
+    layers = layers_of(model)
+    return [replace(path, model=model, layers=layers * times[path]) if path.model == MODEL else path for path in paths]
+
+
+def layers_of(model: str) -> int:
+    """How many layers a model has.  Raises OSError when it cannot be found."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(models.resolve(model)).get_text_config().num_hidden_layers)
 
 
 def _measured(ledger: Ledger, path: Path, trials: int) -> dict[str, Any]:
@@ -282,7 +305,7 @@ def _result(
 ) -> Result:
     summary: dict[str, Any] = {}
     targets = []
-    for path in PATHS:
+    for path in (path for path in planned if not path.tail):
         trials, name = found[path.name], path.name
         if not trials:
             summary |= {f"{key}.{name}": None for key in _KEYS}
@@ -312,10 +335,11 @@ def _result(
             "retire": statistics.median(one.retire.closed_ms for one in trials),
         }
         for path in sorted(planned, key=lambda path: path.quantum)
-        if (path in TAILS or path is PATHS[0]) and (trials := found[path.name])
+        if (path.tail or path.name == PATHS[0].name) and (trials := found[path.name])
     }
     checks = {**checks, "every_trial_counts": all(len(found[path.name]) == due for path, due in planned.items())}
-    return Result([_cell(path, found[path.name]) for path in planned], summary, checks, targets, PATHS[0].model, seal)
+    cells = [_cell(path, found[path.name]) for path in planned]
+    return Result(cells, summary, checks, targets, next(iter(planned)).model, seal)
 
 
 _KEYS = ("fence_ms", "native_ms", "fence_ratio", "fence_over_interval", "longest_interval_over_mean")
