@@ -63,7 +63,8 @@ class Bar:
     """The progress of one run on stderr: a bar on a terminal, else a line whenever a trial is done."""
 
     def __init__(self, name: str) -> None:
-        self._bar = tqdm(desc=name, total=0, disable=None, leave=False, dynamic_ncols=True, bar_format=_BAR)
+        self._name = name
+        self._bar = tqdm(desc=name, total=0, disable=None, leave=False, dynamic_ncols=True, bar_format="{desc} |{bar}|")
 
     def show(self, progress: Progress) -> None:
         """After a trial was planned or done."""
@@ -71,14 +72,11 @@ class Bar:
             note(f"  {progress}")
             return
         self._bar.total, self._bar.n = progress.trials, progress.trials_done
-        self._bar.set_postfix_str(str(progress))
+        self._bar.set_description_str(f"{self._name}: {progress}")
 
     def close(self) -> None:
         """Take it from the terminal."""
         self._bar.close()
-
-
-_BAR = "{desc} {percentage:3.0f}%|{bar}| {postfix}"
 
 
 def span(seconds: float) -> str:

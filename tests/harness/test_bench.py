@@ -11,14 +11,16 @@ import sys
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
-from harness import bench
+from harness import bench, publication
 from harness.experiment import Cell, Result, Target
 from harness.ledger import Key
 from harness.manifest import commit
 from harness.server import ServerFailed
+from harness.session import ServerUnsuitable
 from harness.statistics import Verdict
 from retire import cli
 
@@ -320,6 +322,15 @@ def test_a_running_server_of_other_patches_does_not_take_up_trials(running, tmp_
     running.answers["/retire/status"] = {"seal": {"pins": "def"}}
     assert bench.main(arguments, [Choosing()]) == 0
     assert "of another served" in capsys.readouterr().err
+
+
+def test_publication_needs_the_route_by_which_vllm_aborts(running):
+    session = SimpleNamespace(url=running.url)
+    running.answers["/openapi.json"] = {"paths": {publication.ABORT: {}}}
+    publication._expect_abort(session)
+    running.answers["/openapi.json"] = {"paths": {"/v1/completions": {}}}
+    with pytest.raises(ServerUnsuitable, match="--enable-scale-out"):
+        publication._expect_abort(session)
 
 
 def test_nobody_at_the_address_is_told_in_a_line(capsys):

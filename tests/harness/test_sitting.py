@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import random
 import tempfile
@@ -352,3 +353,18 @@ def test_what_was_taken_up_counts_and_tells_how_long_the_rest_takes(tmp_path, ca
 )
 def test_lengths_of_time_for_people(seconds, said):
     assert span(seconds) == said
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("stderr", "bars"), [(Terminal(), True), (io.StringIO(), False)], ids=["terminal", "file"])
+def test_a_terminal_gets_a_bar_and_a_file_a_line_for_each_trial(stderr, bars, monkeypatch):
+    monkeypatch.setattr("sys.stderr", stderr)
+    measured(MadeUp(Clock()), ASKED)
+    said = stderr.getvalue()
+    assert ("made-up: 9 of 9, 0 s left |" in said) == bars
+    assert ("  9 of 9, 0 s left\n" in said) == (not bars)
+    assert said.count("\n") == (0 if bars else TRIALS)
