@@ -167,7 +167,8 @@ def _terminated_is_interrupted() -> Iterator[None]:
 def _writable(text: str) -> Path:
     """A path that can be written, found out before the minutes are spent."""
     path = Path(text)
-    if path.is_dir() or not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    free = not path.exists() or (path.is_file() and os.access(path, os.W_OK))
+    if not free or not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {text}")
     return path
 

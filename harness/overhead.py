@@ -117,8 +117,15 @@ class Overhead:
             return {"found": found, "used": used, "seal": seal}
 
         done = [ledger.start(f"start {number + 1}", partial(one, number)) for number in range(starts)]
-        found = {cell: [(n, ms) for n, start in enumerate(done) for ms in start["found"][cell]] for cell in CELLS}
-        return _result(self, found, ledger.checks, done[0]["seal"], done[-1]["used"], starts, planned)
+        return _result(
+            self,
+            _by_server([start["found"] for start in done]),
+            ledger.checks,
+            done[0]["seal"],
+            done[-1]["used"],
+            starts,
+            planned,
+        )
 
 
 Worked = Callable[[float], float]
@@ -216,6 +223,10 @@ def _servers(
             session.check_rest(before)
 
 
+Pair = dict[str, Any]
+"""`ms`: per arm.  `server`: where the native one was; another one after a run was interrupted within a start."""
+
+
 class _Bench:
     """Pairs on servers that take turns."""
 
@@ -232,27 +243,25 @@ class _Bench:
 
     def pairs(
         self, arms: Mapping[str, _Arm], turns: Turns, planned: Mapping[str, int], start: int
-    ) -> dict[str, list[dict[str, float]]]:
-        """All pairs of one start, the cells spread evenly over it; per cell and arm ms of each pair that counts."""
-        found: dict[str, list[dict[str, float]]] = {cell: [] for cell in planned}
+    ) -> dict[str, list[Pair]]:
+        """All pairs of one start, the cells spread evenly over it; per cell each that counts."""
+        found: dict[str, list[Pair]] = {cell: [] for cell in planned}
         due = sorted(((n + 0.5) / count, cell, n) for cell, count in planned.items() for n in range(count))
         for cell in planned:
             self._pair(arms, turns, cell, seed=900 + start)  # thrown away
         for place, cell, number in due:
             seed = 1000 * (1 + start) + number
             told = f"start {start + 1}, {place:.0%}"
-            ms = self.ledger.trial(Key(cell, ARMS, number, seed), partial(self._timed, arms, turns, cell, seed, told))
-            if ms is not None:
-                found[cell].append(ms)
+            pair = self.ledger.trial(Key(cell, ARMS, number, seed), partial(self._timed, arms, turns, cell, seed, told))
+            if pair is not None:
+                found[cell].append(pair)
         return found
 
-    def _timed(
-        self, arms: Mapping[str, _Arm], turns: Turns, cell: str, seed: int, told: str
-    ) -> dict[str, float] | None:
+    def _timed(self, arms: Mapping[str, _Arm], turns: Turns, cell: str, seed: int, told: str) -> Pair | None:
         ms, counts = self._pair(arms, turns, cell, seed)
         shown = ", ".join(f"{arm} {ms[arm]:.2f}" for arm in ARMS)
         note(f"  {told}: {cell} {shown} ms, {(ms['idle'] / ms['native'] - 1) * 100:+.2f} %")
-        return ms if counts else None
+        return {"ms": ms, "server": arms[ARMS[0]].url} if counts else None
 
     def _pair(self, arms: Mapping[str, _Arm], turns: Turns, cell: str, seed: int) -> tuple[dict[str, float], bool]:
         kind, url = CELLS[cell], arms[ARMS[0]].url
@@ -447,6 +456,19 @@ class _Used:
         return reply, int(found - before)
 
 
+def _by_server(starts: Sequence[Mapping[str, Sequence[Pair]]]) -> dict[str, list[tuple[int, dict[str, float]]]]:
+    """Per cell ms of each pair, and which servers it was measured on: what has those in common is resampled whole."""
+    servers: dict[tuple[int, str], int] = {}
+    return {
+        cell: [
+            (servers.setdefault((number, pair["server"]), len(servers)), pair["ms"])
+            for number, found in enumerate(starts)
+            for pair in found[cell]
+        ]
+        for cell in CELLS
+    }
+
+
 def _fences(trials: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Entries of the summary from the native boundary and the fence of each trial, ms."""
     boundary_ms, fence_ms = (statistics.median(column) for column in zip(*trials, strict=True))
@@ -477,7 +499,7 @@ def _result(
         summary |= figures(key, found)
         summary[f"{key}_by_start"] = [
             percent_more(group)
-            for n in range(starts)
+            for n in sorted({start for start, _ in runs})
             if (group := [(ms["idle"], ms["native"]) for start, ms in runs if start == n])
         ]
         summary[f"{cell}_pairs"] = len(runs)

@@ -108,6 +108,7 @@ def _written(file: Path, identity: str) -> dict[str, Any] | None:
 
 def _write(file: Path, document: Mapping[str, Any]) -> None:
     """All of it or nothing."""
+    file = file.resolve()  # what a link points to is written, not the link
     partial = file.with_name(f".{file.name}.partial")
     with partial.open("w", encoding="utf-8") as out:
         out.write(json.dumps(document, indent=2) + "\n")

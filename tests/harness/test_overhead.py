@@ -45,8 +45,7 @@ def run(planned, **idle):
     ledger = Ledger()
     bench = overhead._Bench("tiny", ledger)
     pairs = bench.pairs({"native": Known(), "idle": Known(**idle)}, KnownTurns(), planned, start=0)
-    found = {cell: [(0, ms) for ms in found] for cell, found in pairs.items()}
-    return overhead._result(Overhead(), found, ledger.checks, {"pins": "abc"}, USED, 1, planned)
+    return overhead._result(Overhead(), overhead._by_server([pairs]), ledger.checks, {"pins": "abc"}, USED, 1, planned)
 
 
 @pytest.fixture
@@ -100,3 +99,12 @@ def test_a_percentile_is_one_of_the_values():
     assert percentile(range(1, 101), 99) == 99
     assert percentile([5.0], 99) == 5.0
     assert percentile([1.0, 9.0], 50) == 1.0
+
+
+def test_pairs_of_an_interrupted_start_belong_to_the_servers_they_were_measured_on():
+    def start(*servers):
+        return {cell: [{"ms": {"native": 1.0}, "server": one} for one in servers] for cell in FEW}
+
+    found = overhead._by_server([start("port 1", "port 1"), start("port 2", "port 3"), start("port 1")])
+    for pairs in found.values():
+        assert [number for number, _ in pairs] == [0, 0, 1, 2, 3]
