@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from harness.experiment import Cell, Result, columns, join
 from harness.journal import Journal, JournalInUse
 from harness.ledger import Key, Ledger
+from harness.manifest import _contents as contents
 from harness.manifest import identity
 from harness.progress import Progress, span
 from harness.sitting import Asked, measured, trials_beside
@@ -293,6 +294,19 @@ def test_the_identity_changes_with_the_model_and_the_settings_and_not_with_a_key
     (tmp_path / "model.safetensors").write_bytes(b"x")
     assert now() != before
     assert str(tmp_path / "model.safetensors") not in json.dumps(now())
+
+
+def test_a_dirty_tree_is_known_by_the_content_of_its_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr("harness.manifest.ROOT", tmp_path)
+    (tmp_path / "retire").mkdir()
+    for name in ("gate.py", "pins.toml", "notes.txt"):
+        (tmp_path / "retire" / name).write_text(name)
+    before = list(contents([tmp_path / "retire"]))
+    assert [line.split()[0] for line in before] == ["retire/gate.py", "retire/pins.toml"]
+    (tmp_path / "retire" / "notes.txt").write_text("other")
+    assert list(contents([tmp_path / "retire"])) == before
+    (tmp_path / "retire" / "gate.py").write_text("other")
+    assert list(contents([tmp_path / "retire"])) != before
 
 
 # ---------------------------------------------------------------- progress
