@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness import bench, publication
+from harness import bench, burst, publication
 from harness.experiment import Cell, Result, Target
 from harness.ledger import Key
-from harness.manifest import commit
+from harness.manifest import commit, identity
 from harness.server import ServerFailed
 from harness.session import ServerUnsuitable
 from harness.statistics import Verdict
@@ -249,7 +249,7 @@ def test_ctrl_c_ends_all_of_them(tmp_path, capsys):
 # ---------------------------------------------------------------- a running server, another model
 
 
-@pytest.mark.parametrize("name", ["churn", "composition", "correctness", "overhead", "retirement", "tenants"])
+@pytest.mark.parametrize("name", ["burst", "churn", "composition", "correctness", "overhead", "retirement", "tenants"])
 def test_benches_that_bring_their_servers_refuse_a_running_one_and_say_why(name, capsys):
     assert bench.main([name, "--url", "http://127.0.0.1:9"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -332,6 +332,15 @@ def test_publication_needs_the_route_by_which_vllm_aborts(running):
     running.answers["/openapi.json"] = {"paths": {"/v1/completions": {}}}
     with pytest.raises(ServerUnsuitable, match="--enable-scale-out"):
         publication._expect_abort(session)
+
+
+def test_a_trace_is_part_of_what_is_measured(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    found = []
+    for text in ("one", "two", "two"):
+        file.write_text(text)
+        found.append(identity(dataclasses.replace(burst.Burst(), trace=file), quick=True))
+    assert found[0] != found[1] == found[2]
 
 
 def test_nobody_at_the_address_is_told_in_a_line(capsys):

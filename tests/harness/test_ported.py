@@ -11,6 +11,7 @@ import pytest
 
 from harness import (
     bench,
+    burst,
     churn,
     composition,
     correctness,
@@ -272,6 +273,33 @@ def the_churn(patch):
 
     patch.setattr(churn, "_start", lambda _stack, _m, checks: ({arm: Arm(arm, checks) for arm in churn.ARMS}, Turns()))
     return churn.Churn(rounds=2), ("churn", 1)
+
+
+def the_burst(patch):
+    def run(_self, on, scale, arm, trial, _clean):
+        on.check("equal", MadeUp.holds("burst", trial))
+        where = (on.seal["quantum"], scale.name, arm, trial)
+        figures = {
+            "goodput_tokens_per_s": MadeUp.ms(*where),
+            "obsolete_tokens": 0 if arm is burst.Arm.RETIRE else trial,
+            "final_versions": 9,
+            "cleanup_ms": None,
+            "cleanup_intervals": [1.0, 1.5],
+            "most_obsolete": 1,
+        }
+        return SimpleNamespace(figures=lambda: figures)
+
+    @contextmanager
+    def serving(_model, quantum, checks):
+        with served(None, (), checks) as found:
+            found.seal = {"quantum": str(quantum)}
+            yield found
+
+    patch.setattr(burst, "_serving", serving)
+    patch.setattr(burst, "passage", lambda *_: [0])
+    patch.setattr(burst, "prefill_s", lambda *_: 0.4)
+    patch.setattr(burst._Bench, "_run", run)
+    return burst.Burst(), ("burst", 0)
 
 
 SET_UPS = {name.removeprefix("the_"): set_up for name, set_up in list(globals().items()) if name.startswith("the_")}
