@@ -43,16 +43,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from harness.arrivals import Pace, Plan, Sizes, plan
 from harness.client import Reply, says_the_same
-from harness.experiment import Cell, Result, Target, columns, figures, join
+from harness.experiment import Cell, Result, Target, columns, figures
+from harness.ledger import Key, Ledger
 from harness.outcomes import Version
-from harness.replay import Arm, Replay, Replayed, Site, goodput, prompts, summary
-from harness.session import Session, note, serving
+from harness.progress import note
+from harness.replay import Arm, Figures, Replay, Replayed, Site, goodput, prompts, summary
+from harness.session import Session, serving
 from harness.statistics import Bootstrap, at_least, ratio_of_medians, whether
 from harness.workload import fresh_salt, passage, prefill_s
 from retire.core.errors import RetireError
@@ -123,7 +126,9 @@ class Burst:
     name: str = field(default="burst", init=False)
     paper: str = field(default="Figure 6 and Table 9", init=False)
 
-    def run(self, *, quick: bool) -> Result:
+    own_servers: str = field(default="every quantum has a server of its own, and one arms every step", init=False)
+
+    def run(self, ledger: Ledger, *, quick: bool) -> Result:
         """See the module.
 
         Raises:
@@ -131,19 +136,23 @@ class Burst:
         """
         told = _read(self.trace)
         with ExitStack() as stack:
-            bench = _Bench(
-                {quantum: stack.enter_context(_serving(self.model, quantum)) for quantum in used(quick=quick)}
-            )
-            prefill = bench.prefill_s()
+            servers = {
+                quantum: stack.enter_context(_serving(self.model, quantum, ledger.checks))
+                for quantum in used(quick=quick)
+            }
+            bench = _Bench(ledger, servers)
+            # Once for the run: the scale of all its trials.
+            prefill = ledger.trial(Key("prefill", (f"native_{QUANTA[-1]}",), 0, seed=2), bench.prefill_s)
             note(f"  native prefill of {PROMPT_TOKENS} tokens: {prefill:.3f} s")
             planned = {scaled(prefill, one): 1 if quick else self._trials(one) for one in self._squeezes(quick=quick)}
             if told:
                 planned[recorded(told)] = 1 if quick else self.squeezed_trials
+            ledger.plan({"prefill": 1} | {scale.name: trials for scale, trials in planned.items()})
             found = {}
             for scale, trials in planned.items():
                 note(f"  {scale.name}: " + ", ".join(f"{k} {v:.3g}" for k, v in scale.ratios(prefill).items()))
                 found[scale.name] = bench.runs(scale, trials, quick=quick)
-        return result(self, list(planned), found, bench.checks(), bench.seal, prefill)
+        return result(self, list(planned), found, ledger.checks, bench.seal, prefill)
 
     def _squeezes(self, *, quick: bool) -> tuple[float, ...]:
         return (QUICK_SQUEEZE,) if quick else self.squeezes
@@ -167,20 +176,21 @@ def used(*, quick: bool) -> list[int]:
     return [quantum for quantum in QUANTA if not quick or quantum != ALWAYS]
 
 
-def _serving(model: str, quantum: int) -> AbstractContextManager[Session]:
+def _serving(model: str, quantum: int, checks: dict[str, bool]) -> AbstractContextManager[Session]:
     flags = (
         *("--max-num-batched-tokens", str(quantum)),
         *("--max-num-seqs", "32"),
         *("--block-size", str(BLOCK)),
         *("--kv-cache-memory-bytes", str(1 << 30)),
     )
-    return serving(model, flags, {"RETIRE_ARM_MS": "0"} if quantum == ALWAYS else None)
+    return serving(model, flags, checks, {"RETIRE_ARM_MS": "0"} if quantum == ALWAYS else None)
 
 
 class _Bench:
     """Servers, by quantum, and the runs on them."""
 
-    def __init__(self, sessions: Mapping[int, Session]) -> None:
+    def __init__(self, ledger: Ledger, sessions: Mapping[int, Session]) -> None:
+        self._ledger = ledger
         self._sessions = sessions
         self.seal = sessions[QUANTA[0]].seal
         for session in sessions.values():  # the first of each warms up
@@ -195,29 +205,29 @@ class _Bench:
         ]
         return median(taken)
 
-    def checks(self) -> dict[str, bool]:
-        """Of all servers.  To be asked once they are gone."""
-        found: dict[str, bool] = {}
-        for session in self._sessions.values():
-            join(found, session.checks)
-        return found
-
-    def runs(self, scale: Scale, trials: int, *, quick: bool) -> dict[str, list[Replayed]]:
+    def runs(self, scale: Scale, trials: int, *, quick: bool) -> dict[str, list[Figures]]:
         """Per arm, one run a trial."""
-        found: dict[str, list[Replayed]] = {}
+        found: dict[str, list[Figures]] = {}
         arms = [(name, quantum) for quantum in self._sessions for name in arms_of(quantum, quick=quick)]
         for trial in range(trials):
-            clean: dict[int, Reply] = {}
-            for name, quantum in arms[trial % len(arms) :] + arms[: trial % len(arms)]:
-                session = self._sessions[quantum]
-                run = self._run(session, scale, ARMS[name.partition("_")[0]], trial, clean)
+            key = Key(scale.name, [name for name, _ in arms], trial, seed=1 + trial)
+            order = arms[trial % len(arms) :] + arms[: trial % len(arms)]
+            for name, run in self._ledger.trial(key, partial(self._trial, scale, order, trial)).items():
                 found.setdefault(name, []).append(run)
-                told = run.figures()
-                note(
-                    f"  {trial + 1}/{trials} {name}: {told['goodput_tokens_per_s']:.1f} token/s,"
-                    f" obsolete {told['obsolete_tokens']}, final {told['final_versions']},"
-                    f" cleanup {told['cleanup_ms'] or 0:.1f} ms, at once {told['most_obsolete']}"
-                )
+        return found
+
+    def _trial(self, scale: Scale, order: Sequence[tuple[str, int]], trial: int) -> dict[str, Figures]:
+        """Every arm once, in that order."""
+        clean: dict[int, Reply] = {}
+        found: dict[str, Figures] = {}
+        for name, quantum in order:
+            run = self._run(self._sessions[quantum], scale, ARMS[name.partition("_")[0]], trial, clean)
+            found[name] = told = run.figures()
+            note(
+                f"  {trial + 1} {name}: {told['goodput_tokens_per_s']:.1f} token/s,"
+                f" obsolete {told['obsolete_tokens']}, final {told['final_versions']},"
+                f" cleanup {told['cleanup_ms'] or 0:.1f} ms, at once {told['most_obsolete']}"
+            )
         return found
 
     def _run(self, session: Session, scale: Scale, arm: Arm, trial: int, clean: dict[int, Reply]) -> Replayed:
@@ -257,7 +267,7 @@ def equal(lasts: Mapping[int, Version], clean: Mapping[int, Reply]) -> bool:
     return all(says_the_same(clean[scope], version.reply) for scope, version in lasts.items())
 
 
-def best(found: Mapping[str, Sequence[Replayed]], kind: str) -> str | None:
+def best(found: Mapping[str, Sequence[Figures]], kind: str) -> str | None:
     """The arm of this kind with the highest median goodput; None if none ran."""
     of_kind = {arm: told for arm, runs in found.items() if arm.startswith(kind) if (told := goodput(runs)) is not None}
     return max(of_kind, key=lambda arm: of_kind[arm], default=None)
@@ -266,7 +276,7 @@ def best(found: Mapping[str, Sequence[Replayed]], kind: str) -> str | None:
 def result(
     bench: Burst,
     scales: Sequence[Scale],
-    found: Mapping[str, Mapping[str, Sequence[Replayed]]],
+    found: Mapping[str, Mapping[str, Sequence[Figures]]],
     checks: Mapping[str, bool],
     seal: Mapping[str, str],
     prefill: float,
@@ -293,7 +303,7 @@ def result(
     versioned = [run for arm, of_arm in runs.items() if ARMS[arm.partition("_")[0]] is Arm.RETIRE for run in of_arm]
     keys = ("native_obsolete_tokens", "retire_final", "native_final", "final_total", "cleanup_p99_intervals")
     head: dict[str, Any] = {
-        "retire_obsolete_tokens": sum(run.account.obsolete_tokens() for run in versioned),
+        "retire_obsolete_tokens": sum(run["obsolete_tokens"] for run in versioned),
         **{key: first[key] for key in keys},
         **figures("goodput_ratio", ratio),
         "prefill_s": prefill,
@@ -322,24 +332,24 @@ def result(
     return Result(cells, {**head, **told}, dict(checks), targets, bench.model, seal)
 
 
-def _pairs(runs: Mapping[str, Sequence[Replayed]], above: str | None, below: str | None) -> list[tuple[float, float]]:
+def _pairs(runs: Mapping[str, Sequence[Figures]], above: str | None, below: str | None) -> list[tuple[float, float]]:
     if above is None or below is None:
         return []
     both = zip(runs[above], runs[below], strict=True)
-    pairs = [(ours.account.goodput(), theirs.account.goodput()) for ours, theirs in both]
+    pairs = [(ours["goodput_tokens_per_s"], theirs["goodput_tokens_per_s"]) for ours, theirs in both]
     return pairs if all(theirs > 0 for _, theirs in pairs) else []
 
 
-def _ratio(runs: Mapping[str, Sequence[Replayed]], above: str | None, below: str | None) -> float | None:
+def _ratio(runs: Mapping[str, Sequence[Figures]], above: str | None, below: str | None) -> float | None:
     pairs = _pairs(runs, above, below)
     return ratio_of_medians(pairs) if pairs else None
 
 
-def _sum(runs: Sequence[Replayed], figure: str) -> int:
-    return int(sum(run.figures()[figure] for run in runs))
+def _sum(runs: Sequence[Figures], figure: str) -> int:
+    return int(sum(run[figure] for run in runs))
 
 
-def _cell(scale: Scale, runs: Mapping[str, Sequence[Replayed]]) -> Cell:
+def _cell(scale: Scale, runs: Mapping[str, Sequence[Figures]]) -> Cell:
     about = {
         "bench": "burst",
         "scale": scale.name,
@@ -351,4 +361,4 @@ def _cell(scale: Scale, runs: Mapping[str, Sequence[Replayed]]) -> Cell:
         "tokens": PROMPT_TOKENS,
     }
     count = min((len(of_arm) for of_arm in runs.values()), default=0)
-    return Cell(about, columns({arm: of[trial].figures() for arm, of in runs.items()} for trial in range(count)))
+    return Cell(about, columns({arm: of[trial] for arm, of in runs.items()} for trial in range(count)))

@@ -35,12 +35,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from harness.client import TIMEOUT_S, Reply, Streaming, http, says_the_same
 from harness.experiment import Cell, Result, Target, figures, join
+from harness.ledger import Key, Ledger
+from harness.progress import note
 from harness.server import Server, start_side_by_side
-from harness.session import FLAGS, Session, note
+from harness.session import FLAGS, Session
 from harness.statistics import Bootstrap, Interval, Verdict, at_least, at_most, holm, median_of_ratios
 from harness.turns import Turns
 from harness.workload import complete, completion, fresh_salt, fresh_scope, passage, record_of
@@ -76,39 +79,52 @@ class Churn:
     rounds: int = 3
     name: str = field(default="churn", init=False)
     paper: str = field(default="Figure 5 and Table 12", init=False)
+    own_servers: str = field(default="four servers take turns, and one of them is without patches", init=False)
 
-    def run(self, *, quick: bool) -> Result:
+    def run(self, ledger: Ledger, *, quick: bool) -> Result:
         """See the module."""
         points, rounds = (QUICK_POINTS, 1) if quick else (POINTS, self.rounds)
         found: dict[float, list[dict[str, dict[str, float]]]] = {point: [] for point in points}
         cold_ms: list[float] = []
+        ledger.plan({"cold": rounds} | {f"{point:g}": rounds for point in points})
         with ExitStack() as stack:
-            arms, turns = _start(stack, self.model)
+            arms, turns = _start(stack, self.model, ledger.checks)
             for arm in arms.values():
                 arm.begin()
             for number in range(rounds):
-                cold_ms.append(arms["native_prefix"].cold_ms(seed=90_000 + number))
+                seed = 90_000 + number
+                cold = Key("cold", ("native_prefix",), number, seed)
+                cold_ms.append(ledger.trial(cold, partial(arms["native_prefix"].cold_ms, seed)))
                 for index, point in enumerate(points):
-                    step = _Point(point, seed=1 + number * len(points) + index)
-                    order = list(arms.values())
-                    turn = (number + index) % len(order)
-                    for arm in order[turn:] + order[:turn]:
-                        arm.churn(step)
-                    for arm in order:
-                        arm.wake()
-                    first_at = turns.run({name: arm.successor(step) for name, arm in arms.items()})
-                    measured = {
-                        name: arm.recovered(step, turns.worked_s(name, first_at[name]) * 1000)
-                        for name, arm in reversed(arms.items())  # the limit's answer is what the others must say
-                    }
-                    note(f"  {point:g}: " + ", ".join(f"{a} {m['recovery_ms']:.0f}" for a, m in measured.items()))
-                    if step.counts:
+                    seed = 1 + number * len(points) + index
+                    turn = (number + index) % len(arms)
+                    key = Key(f"{point:g}", ARMS, number, seed)
+                    measured = ledger.trial(key, partial(_measured, arms, turns, point, seed, turn))
+                    if measured is not None:
                         found[point].append(measured)
-            checks: dict[str, bool] = {}
             for arm in arms.values():
-                join(checks, arm.end())
+                arm.end()
             seal = arms["hbm"].seal
-        return _result(self, found, checks, seal, points, cold_ms)
+        return _result(self, found, ledger.checks, seal, points, cold_ms)
+
+
+def _measured(
+    arms: dict[str, _Arm], turns: Turns, share: float, seed: int, turn: int
+) -> dict[str, dict[str, float]] | None:
+    """One point, the servers' order turned by `turn`; None when a check of it failed."""
+    step = _Point(share, seed)
+    order = list(arms.values())
+    for arm in order[turn:] + order[:turn]:
+        arm.churn(step)
+    for arm in order:
+        arm.wake()
+    first_at = turns.run({name: arm.successor(step) for name, arm in arms.items()})
+    measured = {
+        name: arm.recovered(step, turns.worked_s(name, first_at[name]) * 1000)
+        for name, arm in reversed(arms.items())  # the limit's answer is what the others must say
+    }
+    note(f"  {share:g}: " + ", ".join(f"{a} {m['recovery_ms']:.0f}" for a, m in measured.items()))
+    return measured if step.counts else None
 
 
 class _Point:
@@ -122,13 +138,13 @@ class _Point:
 
 
 class _Arm:
-    """A server and the chain of versions on it.  `checks`: correctness so far."""
+    """A server and the chain of versions on it.  `checks`: of the whole run."""
 
     seal: Mapping[str, str] = {}
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, checks: dict[str, bool]) -> None:
         self._url, self._model = url, model
-        self.checks: dict[str, bool] = {}
+        self._checks = checks
         self._headers: dict[str, str] = {}
         self._churned_ms = 0.0
         self._stream: Streaming | None = None
@@ -139,9 +155,8 @@ class _Arm:
         """The first predecessor runs."""
         self._send(self._prompt).wait()
 
-    def end(self) -> dict[str, bool]:
-        """Every claim, and whether it held throughout."""
-        return self.checks
+    def end(self) -> None:
+        """The chain is over; what is left is checked."""
 
     def churn(self, point: _Point) -> None:
         """The switch, and other work."""
@@ -210,7 +225,7 @@ class _Arm:
         complete(self._url, completion(self._model, ids, 1, cache_salt=fresh_salt()))
 
     def _check(self, point: _Point, name: str, holds: bool) -> None:
-        join(self.checks, {name: holds})
+        join(self._checks, {name: holds})
         point.counts &= holds
         if not holds:
             note(f"  NOT {name}: {type(self).__name__} at {point.share:g}")
@@ -227,9 +242,9 @@ class _Native(_Arm):
 class _Retained(_Arm):
     """A patched server; the certificate waits in `tier`."""
 
-    def __init__(self, url: str, model: str, tier: str) -> None:
-        super().__init__(url, model)
-        session = Session(url, model)
+    def __init__(self, url: str, model: str, checks: dict[str, bool], tier: str) -> None:
+        super().__init__(url, model, checks)
+        session = Session(url, model, checks=checks)
         self.seal = session.seal
         self._session = session
         self._usage = session.pool_usage()
@@ -263,10 +278,9 @@ class _Retained(_Arm):
             self._check(point, "the_devices_blocks_were_given_back", "offloaded" in record["stages"])
         return found
 
-    def end(self) -> dict[str, bool]:
+    def end(self) -> None:
         http.delete(f"{self._url}/scopes/{self._scope}", timeout=TIMEOUT_S).raise_for_status()
         self._session.check_rest(self._usage)
-        return {**self.checks, **self._session.checks}
 
     def _supersede(self) -> str:
         contract = {"keep_prefix": SHARED, "retain": {"tier": self._tier, "ttl_s": RETAIN_S}}
@@ -283,7 +297,7 @@ class _Limit(_Retained):
         pass
 
 
-def _start(stack: ExitStack, model: str) -> tuple[dict[str, _Arm], Turns]:
+def _start(stack: ExitStack, model: str, checks: dict[str, bool]) -> tuple[dict[str, _Arm], Turns]:
     """The four servers, started side by side."""
     flags = (
         *FLAGS,
@@ -300,10 +314,10 @@ def _start(stack: ExitStack, model: str) -> tuple[dict[str, _Arm], Turns]:
     start_side_by_side(list(servers.values()))
     native, hbm, dram, limit = (servers[arm].url for arm in ARMS)
     arms = (
-        _Native(native, model),
-        _Retained(hbm, model, "hbm"),
-        _Retained(dram, model, "dram"),
-        _Limit(limit, model, "hbm"),
+        _Native(native, model, checks),
+        _Retained(hbm, model, checks, "hbm"),
+        _Retained(dram, model, checks, "dram"),
+        _Limit(limit, model, checks, "hbm"),
     )
     return dict(zip(ARMS, arms, strict=True)), Turns(servers)
 

@@ -43,11 +43,13 @@ from functools import partial
 from typing import Any
 
 from harness.client import TIMEOUT_S, Reply, Streaming, http, says_the_same
-from harness.experiment import Cell, Result, Target, columns, figures, join
+from harness.experiment import Cell, Result, Target, columns, figures
 from harness.faults import EXTENSION
+from harness.ledger import Key, Ledger
 from harness.moments import Clock, Moment, MomentMissed, Moments
+from harness.progress import note
 from harness.server import Server
-from harness.session import DEVELOPMENT, Session, note, serving_side_by_side
+from harness.session import DEVELOPMENT, Session, serving_side_by_side
 from harness.statistics import Bootstrap, Verdict, at_least, holm, median_of_ratios, whether
 from harness.turns import Turns
 from harness.workload import diverging, fresh_salt, fresh_scope, passage, record_of
@@ -84,6 +86,9 @@ class Revision:
         """How many steps a whole prefill has."""
         return -(-self.tokens // self.quantum)
 
+    def __str__(self) -> str:
+        return f"{self.tokens}/{self.quantum}, step {self.step} at {self.share:.0%}, {self.overlap:.0%} kept"
+
     def as_json(self) -> dict[str, Any]:
         """Coordinates of a cell."""
         return {
@@ -104,25 +109,44 @@ GRID = tuple(
 QUICK_GRID = tuple(Revision(2048, 1024, 2, share, overlap) for share in (0.40, 0.95) for overlap in (0.0, 0.50, 1.0))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Arm:
-    """What one arm of one trial gave.  `record`: of its transition."""
+    """What one arm of one trial gave.  `receipt`: `choice` and `layer` of the step that was interrupted, of ours."""
+
+    ttft_ms: float
+    reused_tokens: int | None
+    receipt: Mapping[str, Any] | None = None
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Values of a cell."""
+        return {"ttft_ms": self.ttft_ms, "reused_tokens": self.reused_tokens, **(self.receipt or {})}
+
+
+Trial = Mapping[str, Arm]
+
+
+def _trial(told: Mapping[str, Mapping[str, Any]]) -> Trial:
+    """From what a ledger keeps."""
+    return {arm: Arm(**one) for arm, one in told.items()}
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """An arm whose successor has answered.  `record`: of its transition."""
 
     ttft_ms: float
     reply: Reply
     record: Mapping[str, Any] | None
 
     @property
-    def metrics(self) -> dict[str, Any]:
-        """Values of a cell."""
-        found: dict[str, Any] = {"ttft_ms": self.ttft_ms, "reused_tokens": self.reply.cached_tokens}
+    def arm(self) -> Arm:
+        """What is kept of it."""
+        receipt = None
         if self.record is not None:
-            receipt: Mapping[str, Any] = next(iter(self.record["receipts"]), {})
-            found |= {"choice": receipt.get("choice"), "layer": receipt.get("layer")}
-        return found
-
-
-Trial = Mapping[str, Arm]
+            first: Mapping[str, Any] = next(iter(self.record["receipts"]), {})
+            receipt = {"choice": first.get("choice"), "layer": first.get("layer")}
+        return Arm(self.ttft_ms, self.reply.cached_tokens, receipt)
 
 
 @dataclass(frozen=True)
@@ -135,27 +159,37 @@ class Composition:
     judge: int = 12
     name: str = field(default="composition", init=False)
     paper: str = field(default="Table 5", init=False)
+    own_servers: str = field(default="several servers take turns, and one of them stops no step", init=False)
 
-    def run(self, *, quick: bool) -> Result:
+    def run(self, ledger: Ledger, *, quick: bool) -> Result:
         """See the module."""
-        full, grid = (QUICK_FULL, QUICK_GRID) if quick else (FULL, GRID)
+        full, grid = (QUICK_FULL, _Grid(QUICK_GRID)) if quick else (FULL, _Grid(GRID))
         screen, judge = (1, 0) if quick else (self.screen, self.judge)
-        checks: dict[str, bool] = {}
-        with _serving(self.model, full, unarmed=True) as served:
-            bench = _Bench(served, full)
-            wholes = [trial for _ in range(1 if quick else self.pairs) if (trial := bench.trial(full, ARMS))]
-            pages = bench.kept_pages(full)
-            found = _Grid(bench, grid).measured(screen, judge) if quick else None  # the same steps, the same servers
-        _join(checks, served)
-        if found is None:
-            with _serving(self.model, grid[0], unarmed=False) as served:
-                found = _Grid(_Bench(served, grid[0]), grid).measured(screen, judge)
-            _join(checks, served)
-        return self._result(served[0][1], checks, full, wholes, found, pages)
+        pairs = 1 if quick else self.pairs
+        ledger.plan({str(full): pairs, "kept pages": 1} | dict.fromkeys(map(str, grid.revisions), screen))
+
+        def whole() -> dict[str, Any]:
+            with _serving(self.model, full, ledger.checks, unarmed=True) as served:
+                bench = _Bench(ledger, served, full)
+                trials = [trial for _ in range(pairs) if (trial := bench.trial(full, ARMS))]
+                pages = bench.kept_pages(full)
+                if quick:  # the same steps, the same servers
+                    grid.measure(bench, screen, judge)
+            return {"trials": trials, "pages": pages, "grid": grid.as_json(), "seal": served[0][1].seal}
+
+        def cells() -> dict[str, Any]:
+            with _serving(self.model, grid.revisions[0], ledger.checks, unarmed=False) as served:
+                grid.measure(_Bench(ledger, served, grid.revisions[0]), screen, judge)
+            return grid.as_json()
+
+        found = ledger.start("full", whole)
+        grid.take(found["grid"] if quick else ledger.start("grid", cells))
+        trials = [_trial(one) for one in found["trials"]]
+        return self._result(found["seal"], ledger.checks, full, trials, grid, found["pages"])
 
     def _result(
         self,
-        session: Session,
+        seal: Mapping[str, str],
         checks: Mapping[str, bool],
         full: Revision,
         wholes: Sequence[Trial],
@@ -176,17 +210,12 @@ class Composition:
         failing = summary["grid_cells_failing"]
         unmeasured = summary["grid_cells"] - summary["grid_cells_counted"]
         targets.append(Target("grid_cells_failing", "-", "0", whether(failing == unmeasured == 0)))
-        return Result(
-            [_cell(full, wholes), *grid.cells()], summary, checks, targets, model=self.model, seal=session.seal
-        )
+        return Result([_cell(full, wholes), *grid.cells()], summary, checks, targets, model=self.model, seal=seal)
 
 
-def _join(checks: dict[str, bool], served: Sequence[tuple[Server, Session]]) -> None:
-    for _, session in served:
-        join(checks, session.checks)
-
-
-def _serving(model: str, revision: Revision, *, unarmed: bool) -> AbstractContextManager[list[tuple[Server, Session]]]:
+def _serving(
+    model: str, revision: Revision, checks: dict[str, bool], *, unarmed: bool
+) -> AbstractContextManager[list[tuple[Server, Session]]]:
     """Servers that are alike, and with `unarmed` a last one that stops no step."""
     flags = (
         *("--max-num-batched-tokens", str(revision.quantum)),
@@ -194,7 +223,7 @@ def _serving(model: str, revision: Revision, *, unarmed: bool) -> AbstractContex
         *("--worker-extension-cls", EXTENSION),
     )
     envs = [DEVELOPMENT] * SERVERS + [{**DEVELOPMENT, "RETIRE_ARM_MS": "1000000"}] * unarmed
-    return serving_side_by_side(model, flags, envs)
+    return serving_side_by_side(model, flags, envs, checks)
 
 
 class _Side:
@@ -234,7 +263,7 @@ class _Side:
         successor.wait_for_tokens(1)
         return _Interrupted(arm, location, moment, predecessor, successor)
 
-    def finish(self, one: _Interrupted, first_token_s: float) -> Arm | None:
+    def finish(self, one: _Interrupted, first_token_s: float) -> _Answered | None:
         """What the arm gave, when all servers go on; None when its moment lay outside the step."""
         one.predecessor.hang_up()
         one.predecessor.wait()
@@ -245,7 +274,7 @@ class _Side:
         elif hit:
             self.moments.learn(one.moment)
         self.session.check("successors_are_answered", reply.status == 200)
-        return Arm((first_token_s - one.moment.at) * 1000, reply, record) if hit else None
+        return _Answered((first_token_s - one.moment.at) * 1000, reply, record) if hit else None
 
 
 @dataclass(frozen=True)
@@ -262,7 +291,8 @@ class _Interrupted:
 class _Bench:
     """Trials on servers whose prefills all have the same steps."""
 
-    def __init__(self, served: Sequence[tuple[Server, Session]], revision: Revision) -> None:
+    def __init__(self, ledger: Ledger, served: Sequence[tuple[Server, Session]], revision: Revision) -> None:
+        self.ledger = ledger
         names = [f"server {number}" for number in range(len(served))]
         self._turns = Turns(dict(zip(names, (server for server, _ in served), strict=True)))
         lengths_s: list[float] = []
@@ -279,28 +309,36 @@ class _Bench:
     def trial(self, revision: Revision, arms: Sequence[str]) -> Trial | None:
         """The arms on one text, as many at a time as there are servers; None when something was wrong with it."""
         self._trial += 1
-        old, new = self._prompts(revision, self._trial)
-        found: dict[str, Arm] = {}
+        key = Key(str(revision), arms, self._trial, seed=10 + self._trial)
+        told = self.ledger.trial(key, partial(self._measured, revision, arms, self._trial))
+        return None if told is None else _trial(told)
+
+    def _measured(self, revision: Revision, arms: Sequence[str], number: int) -> Trial | None:
+        old, new = self._prompts(revision, number)
+        found: dict[str, _Answered] = {}
         for first in range(0, len(arms), SERVERS):
-            together = arms[first : first + SERVERS]
-            measured = self._hit(revision, together, old, new)
+            measured = self._hit(revision, arms[first : first + SERVERS], old, new, number)
             if measured is None:
                 self._session.check("moments_are_hit", False)
                 return None
             found |= measured
         told = ", ".join(f"{arm} {found[arm].ttft_ms:.0f}" for arm in ARMS if arm in found)
         note(f"  step {revision.step} at {revision.share:.0%}, {revision.overlap:.0%} kept: {told}")
-        return found if self._counts(revision, found) else None
+        return {arm: one.arm for arm, one in found.items()} if self._counts(revision, found) else None
 
-    def _hit(self, revision: Revision, arms: Sequence[str], old: list[int], new: list[int]) -> Trial | None:
+    def _hit(
+        self, revision: Revision, arms: Sequence[str], old: list[int], new: list[int], number: int
+    ) -> Mapping[str, _Answered] | None:
         """These arms together, tried until every moment lay in its step; None when that never was so."""
-        return next((done for _ in range(TRIES) if (done := self._together(revision, arms, old, new))), None)
+        return next((done for _ in range(TRIES) if (done := self._together(revision, arms, old, new, number))), None)
 
-    def _together(self, revision: Revision, arms: Sequence[str], old: list[int], new: list[int]) -> Trial | None:
+    def _together(
+        self, revision: Revision, arms: Sequence[str], old: list[int], new: list[int], number: int
+    ) -> Mapping[str, _Answered] | None:
         """These arms in turns, each on a server of its own, another one every time; None when a moment was missed."""
         *names, last = self._sides
         alike = [*names, last][:SERVERS]
-        shift = self._trial % SERVERS
+        shift = number % SERVERS
         placed = dict(zip(alike[shift:] + alike[:shift], (arm for arm in arms if arm != "inherit"), strict=False))
         if "inherit" in arms:
             placed[last] = "inherit"
@@ -317,9 +355,14 @@ class _Bench:
         The back end's results depend on how many rows a step has.  The yardstick is the same prompt cut by vLLM itself:
         its step of just the kept rows against the whole one.  Trimming must not differ by more than twice that.
         """
+        compared: dict[str, Any] = self.ledger.trial(
+            Key("kept pages", ("trim",), 0, seed=10), partial(self._compared_pages, revision)
+        )
+        return compared
+
+    def _compared_pages(self, revision: Revision) -> dict[str, Any]:
         old, new = self._prompts(revision, 0)
-        self._trial = 0  # the one arm is on the first server
-        found = self._hit(revision, ("trim",), old, new)
+        found = self._hit(revision, ("trim",), old, new, number=0)  # the one arm is on the first server
         record = found["trim"].record if found else None
         if not self._session.check("kept_pages_are_compared", bool(record and record["adopted_blocks"])):
             return {}
@@ -356,7 +399,7 @@ class _Bench:
             return (whole := passage(url, model, revision.tokens, seed)), whole
         return diverging(url, model, revision.shared_tokens, revision.tokens - revision.shared_tokens, seed)
 
-    def _counts(self, revision: Revision, trial: Trial) -> bool:
+    def _counts(self, revision: Revision, trial: Mapping[str, _Answered]) -> bool:
         whole = all(len(one.reply.token_ids) == ANSWER_TOKENS for one in trial.values())
         counts = self._session.check("every_answer_is_whole", whole)
         reference = trial.get("native_cold") or trial["native_prefix"]
@@ -381,16 +424,20 @@ def _cell(revision: Revision, trials: Sequence[Trial]) -> Cell:
 class _Grid:
     """Ours against the better native arm, cell by cell."""
 
-    def __init__(self, bench: _Bench, revisions: Sequence[Revision]) -> None:
-        self._bench = bench
+    def __init__(self, revisions: Sequence[Revision]) -> None:
         self._screened: dict[Revision, list[Trial]] = {one: [] for one in revisions}
         self._judged: dict[Revision, list[Trial]] = {}
 
-    def measured(self, screen: int, judge: int) -> _Grid:
+    @property
+    def revisions(self) -> list[Revision]:
+        """Its cells."""
+        return list(self._screened)
+
+    def measure(self, bench: _Bench, screen: int, judge: int) -> None:
         """Every cell so many times, round by round; then, where ours was not the faster one, so many fresh pairs."""
         for number in range(screen):
             for revision in self._screened:
-                self._measure(self._screened, revision, number)
+                self._measure(bench, self._screened, revision, number)
         doubtful = [
             revision
             for revision, trials in self._screened.items()
@@ -398,18 +445,33 @@ class _Grid:
         ]
         self._judged = {revision: [] for revision in doubtful} if judge else {}
         note(f"  {len(self._judged)} of {len(self._screened)} cells are measured again")
+        bench.ledger.plan(dict.fromkeys(map(str, self._judged), judge))
         for number in range(judge):
             for revision in self._judged:
-                self._measure(self._judged, revision, number)
-        return self
+                self._measure(bench, self._judged, revision, number)
 
-    def _measure(self, into: dict[Revision, list[Trial]], revision: Revision, number: int) -> None:
+    @staticmethod
+    def _measure(bench: _Bench, into: dict[Revision, list[Trial]], revision: Revision, number: int) -> None:
         arms = ["native_prefix", "trim"]
         if revision.overlap <= 0.25 or number == 0:
             arms.append("native_cold")
-        found = self._bench.trial(revision, arms)
+        found = bench.trial(revision, arms)
         if found is not None:
             into[revision].append(found)
+
+    def as_json(self) -> dict[str, Any]:
+        """What a ledger keeps: the trials of each cell, in the order of the cells."""
+        return {
+            "screened": list(self._screened.values()),
+            "judged": [self._judged.get(revision) for revision in self._screened],
+        }
+
+    def take(self, told: Mapping[str, Any]) -> None:
+        """What was measured, from that."""
+        for revision, screened, judged in zip(self.revisions, told["screened"], told["judged"], strict=True):
+            self._screened[revision] = [_trial(one) for one in screened]
+            if judged is not None:
+                self._judged[revision] = [_trial(one) for one in judged]
 
     def _trials(self, revision: Revision) -> Sequence[Trial]:
         return self._judged.get(revision) or self._screened[revision]

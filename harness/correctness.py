@@ -34,12 +34,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from harness.client import TIMEOUT_S, Reply, Streaming, http
 from harness.experiment import Cell, Result, Target
 from harness.faults import EXTENSION
-from harness.session import DEVELOPMENT, Session, note, serving
+from harness.ledger import Key, Ledger
+from harness.progress import note
+from harness.session import DEVELOPMENT, Session, serving
 from harness.statistics import whether
 from harness.workload import PATIENCE_S, adopted_as_certified, diverging, fresh_salt, fresh_scope, record_of
 
@@ -91,8 +94,13 @@ class Said(NamedTuple):
     @classmethod
     def by(cls, reply: Reply) -> Said:
         """The first `ANSWER_TOKENS` tokens of a reply."""
-        logprobs = tuple(logprob for _, logprob in reply.logprobs)
-        return cls(tuple(reply.token_ids[:ANSWER_TOKENS]), logprobs[:ANSWER_TOKENS])
+        logprobs = [logprob for _, logprob in reply.logprobs]
+        return cls.of(reply.token_ids[:ANSWER_TOKENS], logprobs[:ANSWER_TOKENS])
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], logprobs: Sequence[float]) -> Said:
+        """From lists."""
+        return cls(tuple(token_ids), tuple(logprobs))
 
     @property
     def whole(self) -> bool:
@@ -106,6 +114,11 @@ class Measured(NamedTuple):
     said: Said
     reused_tokens: int | None
     certified_tokens: int | None = None
+
+    @classmethod
+    def of(cls, said: Sequence[Any], reused_tokens: int | None, certified_tokens: int | None) -> Measured:
+        """From lists."""
+        return cls(Said.of(*said), reused_tokens, certified_tokens)
 
 
 class RefusedError(Exception):
@@ -128,20 +141,24 @@ class Correctness:
     quick_faults: int = 1
     name: str = field(default="correctness", init=False)
     paper: str = field(default="Table 4 and A.3", init=False)
+    own_servers: str = field(default="its server has a worker that spoils pages", init=False)
 
-    def run(self, *, quick: bool) -> Result:
+    def run(self, ledger: Ledger, *, quick: bool) -> Result:
         """See the module."""
         configs = [Config(seed, lcp) for seed in range(self.quick_texts if quick else self.texts) for lcp in self.lcps]
         runs: dict[Mode, Runs] = {mode: {c: {arm: [] for arm in Arm} for c in configs} for mode in Mode}
-        with serving(self.model, FLAGS, DEVELOPMENT) as session:
-            refused = self._measure(session, runs)
-            found = [
-                _FaultTrial(session, self.lcps[0], seed=100 + number).run()
-                for number in range(self.quick_faults if quick else self.faults)
-            ]
+        faults = self.quick_faults if quick else self.faults
+        ledger.plan(dict.fromkeys(Mode, len(configs) * self.repetitions) | {"fault": faults})
+        with serving(self.model, FLAGS, ledger.checks, DEVELOPMENT) as session:
+            refused = self._measure(session, ledger, runs)
+            found = []
+            for number in range(faults):
+                seed = 100 + number
+                key = Key("fault", (Arm.COMPLETED_PREDECESSOR,), number, seed)
+                found.append(_Fault(*ledger.trial(key, partial(_fault, session, self.lcps[0], seed))))
         return self._result(session, runs, refused, found)
 
-    def _measure(self, session: Session, runs: dict[Mode, Runs]) -> dict[str, str]:
+    def _measure(self, session: Session, ledger: Ledger, runs: dict[Mode, Runs]) -> dict[str, str]:
         """Fill `runs`; gives the modes that the server refused, and how."""
         refused: dict[str, str] = {}
         for repetition, mode, number in itertools.product(range(self.repetitions), Mode, range(len(runs[Mode.EXACT]))):
@@ -149,11 +166,15 @@ class Correctness:
                 continue
             config, arms = list(runs[mode].items())[number]
             turn = (repetition + number) % len(Arm)
-            try:
-                for arm in [*Arm][turn:] + [*Arm][:turn]:
-                    arms[arm].append(_Successor(session, mode, config).measure(arm))
-            except RefusedError as error:
-                refused[mode.value] = str(error)
+            order = [*Arm][turn:] + [*Arm][:turn]
+            place = repetition * len(runs[mode]) + number
+            key = Key(mode, order, place, config.seed)
+            found = ledger.trial(key, partial(_measured, session, mode, config, order))
+            for arm, measured in found["arms"].items():
+                arms[Arm(arm)].append(Measured.of(*measured))
+            if found["refused"] is not None:
+                refused[mode.value] = found["refused"]
+                ledger.plan({mode: place + 1 - self.repetitions * len(runs[mode])})
             done = f"repetition {repetition + 1}" if mode.value not in refused else f"refused: {refused[mode.value]}"
             note(f"  {mode}, text {config.seed}, {config.lcp_tokens} common tokens, {done}")
         return refused
@@ -208,6 +229,17 @@ class Correctness:
         if not all(verdicts.values()):
             note(f"  {mode}, {config}: not equal, {verdicts}")
         return all(verdicts.values())
+
+
+def _measured(session: Session, mode: Mode, config: Config, order: Sequence[Arm]) -> dict[str, Any]:
+    """One configuration's arms in that order, until the server refuses the mode, and how it does."""
+    found: dict[str, Measured] = {}
+    try:
+        for arm in order:
+            found[arm.value] = _Successor(session, mode, config).measure(arm)
+    except RefusedError as error:
+        return {"arms": found, "refused": str(error)}
+    return {"arms": found, "refused": None}
 
 
 class _Successor:
@@ -270,6 +302,10 @@ class _Fault(NamedTuple):
 
     seen: bool
     repaired: bool
+
+
+def _fault(session: Session, prefix_tokens: int, seed: int) -> _Fault:
+    return _FaultTrial(session, prefix_tokens, seed).run()
 
 
 class _FaultTrial:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from harness.statistics import Bootstrap, Verdict
+
+if TYPE_CHECKING:
+    from harness.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class Target:
         """JSON-ready form."""
         return {"key": self.key, "paper": self.paper, "aim": self.aim, "verdict": self.verdict.value}
 
+    @classmethod
+    def of(cls, told: Mapping[str, str]) -> Target:
+        """From that form.  Raises KeyError, ValueError."""
+        return cls(told["key"], told["paper"], told["aim"], Verdict(told["verdict"]))
+
 
 @dataclass(frozen=True)
 class Result:
@@ -83,6 +91,18 @@ class Result:
         }
 
 
+def from_document(document: Mapping[str, Any]) -> Result:
+    """The result that a document was made of, without its cells.  Raises KeyError, ValueError."""
+    about = document["manifest"]
+    return Result(
+        cells=(),
+        summary=document["summary"],
+        checks=document["checks"],
+        targets=[Target.of(target) for target in document["targets"]],
+        model=about["model"],
+    )
+
+
 def join(checks: dict[str, bool], more: Mapping[str, bool]) -> None:
     """A claim holds when it has held in every part of a run."""
     for name, holds in more.items():
@@ -100,7 +120,12 @@ def columns(trials: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict
 
 
 class Experiment(Protocol):
-    """One module of this package has one.  `paper`: the sections it stands beside."""
+    """One module of this package has one: a frozen dataclass, whose fields say how much of what is measured.
+
+    A field `model` may be set by `--model`, a field `url` by `--url`.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def name(self) -> str:
@@ -110,8 +135,16 @@ class Experiment(Protocol):
     def paper(self) -> str:
         """The paper's sections."""
 
-    def run(self, *, quick: bool) -> Result:
-        """Measure.  `quick`: fewer runs through the same code, under four minutes on two quiet cores."""
+    @property
+    def own_servers(self) -> str:
+        """Why a running server cannot be measured; empty where one can."""
+
+    def run(self, ledger: Ledger, *, quick: bool) -> Result:
+        """Measure.
+
+        Every trial goes through `ledger`, and every claim into its `checks`.
+        `quick`: fewer runs through the same code, under four minutes on two quiet cores.
+        """
 
 
 def figures(key: str, found: Bootstrap | None) -> dict[str, Any]:

@@ -32,11 +32,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from harness.client import Reply, Streaming
 from harness.experiment import Cell, Result, Target, figures
-from harness.session import Session, note, serving
+from harness.ledger import Key, Ledger
+from harness.progress import note
+from harness.session import Session, measuring
 from harness.statistics import Bootstrap, Pairs, Verdict, at_least, at_most, holm, median_of_ratios, ratio_of_medians
 from harness.workload import adopted_as_certified, diverging, fresh_salt, fresh_scope, record_of
 
@@ -60,25 +63,34 @@ class Inheritance:
     offsets: Sequence[int] = (4, 16, 64)
     pairs: int = 5
     quick_pairs: int = 2
+    url: str = ""
     name: str = field(default="inheritance", init=False)
     paper: str = field(default="§7.3 and A.4", init=False)
+    own_servers: str = field(default="", init=False)
 
-    def run(self, *, quick: bool) -> Result:
+    def run(self, ledger: Ledger, *, quick: bool) -> Result:
         """See the module."""
         trials: dict[int, list[Times]] = {offset: [] for offset in self.offsets}
         planned = [offset for _ in range(self.quick_pairs if quick else self.pairs) for offset in self.offsets]
+        ledger.plan({f"offset {offset}": planned.count(offset) for offset in self.offsets})
         flags = ("--max-num-batched-tokens", str(QUANTUM), "--kv-cache-memory-bytes", str(1 << 30))
-        with serving(self.model, flags) as session:
+        with measuring(self.url, self.model, flags, ledger.checks) as session:
             _Trial(session, QUANTUM, self.tail_tokens, self.offsets[0], seed=0).run(ARMS)
             for number, offset in enumerate(planned):
-                turn = (number + number // len(self.offsets)) % len(ARMS)  # every offset sees every order
-                trial = _Trial(session, self.prefix_tokens, self.tail_tokens, offset, seed=1 + number)
-                times = trial.run(ARMS[turn:] + ARMS[:turn])
-                told = ", ".join(f"{arm} {found['ttft_ms']:.1f} ms" for arm, found in times.items())
-                note(f"  {number + 1}/{len(planned)}, offset {offset}: {told}")
-                if trial.counts:
+                key = Key(f"offset {offset}", ARMS, number, seed=1 + number)
+                times = ledger.trial(key, partial(self._trial, session, number, offset))
+                if times is not None:
                     trials[offset].append(times)
         return self._result(session, trials, len(planned))
+
+    def _trial(self, session: Session, number: int, offset: int) -> Times | None:
+        """The arms, in an order of which every offset sees every one; None when a check of it failed."""
+        turn = (number + number // len(self.offsets)) % len(ARMS)
+        trial = _Trial(session, self.prefix_tokens, self.tail_tokens, offset, seed=1 + number)
+        times = trial.run(ARMS[turn:] + ARMS[:turn])
+        told = ", ".join(f"{arm} {found['ttft_ms']:.1f} ms" for arm, found in times.items())
+        note(f"  {number + 1}, offset {offset}: {told}")
+        return times if trial.counts else None
 
     def _result(self, session: Session, trials: dict[int, list[Times]], planned: int) -> Result:
         counted = [trial for offset in self.offsets for trial in trials[offset]]

@@ -50,9 +50,11 @@ from urllib.parse import urlsplit
 
 from harness.client import TIMEOUT_S, Reply, Streaming, http
 from harness.experiment import Cell, Result, Target, figures, join
+from harness.ledger import Key, Ledger
 from harness.moments import Moments
+from harness.progress import note
 from harness.server import Server, start_side_by_side
-from harness.session import FLAGS, Session, metric, note
+from harness.session import FLAGS, Session, metric
 from harness.statistics import Bootstrap, Pairs, Verdict, median_at_most, median_of_ratios, percentile, whether
 from harness.turns import Turns
 from harness.workload import PATIENCE_S, completion, fresh_salt, fresh_scope, passage, record_of
@@ -97,21 +99,33 @@ class Overhead:
     fences: int = 3
     name: str = field(default="overhead", init=False)
     paper: str = field(default="Table 11 and §7.2", init=False)
+    own_servers: str = field(default="several servers take turns, and one of them is without patches", init=False)
 
-    def run(self, *, quick: bool) -> Result:
+    def run(self, ledger: Ledger, *, quick: bool) -> Result:
         """See the module."""
         starts, planned = (1, self.quick_pairs) if quick else (self.starts, self.pairs)
-        bench = _Bench(self.model)
-        for number in range(starts):
+        advances, fences = (self.quick_advances, 1) if quick else (self.advances, self.fences)
+        ledger.plan({cell: starts * count for cell, count in planned.items()})
+        ledger.plan({"advance": 1, "fence": fences, "safe points": 1})
+        bench = _Bench(self.model, ledger)
+
+        def one(number: int) -> dict[str, Any]:
             last = number == starts - 1
-            with _servers(self.model, bench, always=last, swapped=number % 2 == 1) as (arms, turns):
-                bench.pairs(arms, turns, planned, start=number)
-                if last:
-                    used = _Used(bench, arms, turns)
-                    used.advance(self.quick_advances if quick else self.advances)
-                    used.fence(1 if quick else self.fences)
-                    used.safe_points()
-        return _result(self, bench, used.summary, starts, planned)
+            with _servers(self.model, ledger.checks, always=last, swapped=number % 2 == 1) as (arms, turns, seal):
+                found = bench.pairs(arms, turns, planned, start=number)
+                used = _Used(bench, arms, turns).summary(advances, fences) if last else {}
+            return {"found": found, "used": used, "seal": seal}
+
+        done = [ledger.start(f"start {number + 1}", partial(one, number)) for number in range(starts)]
+        return _result(
+            self,
+            _by_server([start["found"] for start in done]),
+            ledger.checks,
+            done[0]["seal"],
+            done[-1]["used"],
+            starts,
+            planned,
+        )
 
 
 Worked = Callable[[float], float]
@@ -175,8 +189,10 @@ class _Arm:
 
 
 @contextmanager
-def _servers(model: str, bench: _Bench, *, always: bool, swapped: bool) -> Iterator[tuple[dict[str, _Arm], Turns]]:
-    """What they are asked, and their turns; patched ones are checked for what is left in them."""
+def _servers(
+    model: str, checks: dict[str, bool], *, always: bool, swapped: bool
+) -> Iterator[tuple[dict[str, _Arm], Turns, Mapping[str, str]]]:
+    """What they are asked, their turns, and a seal; patched ones are checked for what is left in them."""
     flags = (
         *FLAGS,
         *("--served-model-name", model),
@@ -197,44 +213,55 @@ def _servers(model: str, bench: _Bench, *, always: bool, swapped: bool) -> Itera
         usage = {}
         for name, server in servers.items():
             if name != "native":
-                session = Session(server.url, model)
-                bench.sessions.append(session)
+                session = Session(server.url, model, checks=checks)
                 usage[session] = session.pool_usage()
         arms = {name: _Arm(server.url, model) for name, server in servers.items()}
         for arm in arms.values():
             passage(arm.url, model, SHORT, seed=0)  # tokenised once, while all run
-        yield arms, Turns(servers, TURN_S)
+        yield arms, Turns(servers, TURN_S), next(iter(usage)).seal
         for session, before in usage.items():
             session.check_rest(before)
 
 
-class _Bench:
-    """`found`: per cell and arm, ms of each pair that counts, with the start it belongs to."""
+Pair = dict[str, Any]
+"""`ms`: per arm.  `server`: where the native one was; another one after a run was interrupted within a start."""
 
-    def __init__(self, model: str) -> None:
+
+class _Bench:
+    """Pairs on servers that take turns."""
+
+    def __init__(self, model: str, ledger: Ledger) -> None:
         self.model = model
-        self.sessions: list[Session] = []
-        self.found: dict[str, list[tuple[int, dict[str, float]]]] = {cell: [] for cell in CELLS}
-        self.checks: dict[str, bool] = {}
+        self.ledger = ledger
 
     def check(self, name: str, holds: bool) -> bool:
         """Note one observation of a claim."""
-        join(self.checks, {name: holds})
+        join(self.ledger.checks, {name: holds})
         if not holds:
             note(f"  NOT {name}")
         return holds
 
-    def pairs(self, arms: Mapping[str, _Arm], turns: Turns, planned: Mapping[str, int], start: int) -> None:
-        """All pairs of one start, the cells spread evenly over it."""
+    def pairs(
+        self, arms: Mapping[str, _Arm], turns: Turns, planned: Mapping[str, int], start: int
+    ) -> dict[str, list[Pair]]:
+        """All pairs of one start, the cells spread evenly over it; per cell each that counts."""
+        found: dict[str, list[Pair]] = {cell: [] for cell in planned}
         due = sorted(((n + 0.5) / count, cell, n) for cell, count in planned.items() for n in range(count))
         for cell in planned:
             self._pair(arms, turns, cell, seed=900 + start)  # thrown away
         for place, cell, number in due:
-            ms, counts = self._pair(arms, turns, cell, seed=1000 * (1 + start) + number)
-            if counts:
-                self.found[cell].append((start, ms))
-            told = ", ".join(f"{arm} {ms[arm]:.2f}" for arm in ARMS)
-            note(f"  start {start + 1}, {place:.0%}: {cell} {told} ms, {(ms['idle'] / ms['native'] - 1) * 100:+.2f} %")
+            seed = 1000 * (1 + start) + number
+            told = f"start {start + 1}, {place:.0%}"
+            pair = self.ledger.trial(Key(cell, ARMS, number, seed), partial(self._timed, arms, turns, cell, seed, told))
+            if pair is not None:
+                found[cell].append(pair)
+        return found
+
+    def _timed(self, arms: Mapping[str, _Arm], turns: Turns, cell: str, seed: int, told: str) -> Pair | None:
+        ms, counts = self._pair(arms, turns, cell, seed)
+        shown = ", ".join(f"{arm} {ms[arm]:.2f}" for arm in ARMS)
+        note(f"  {told}: {cell} {shown} ms, {(ms['idle'] / ms['native'] - 1) * 100:+.2f} %")
+        return {"ms": ms, "server": arms[ARMS[0]].url} if counts else None
 
     def _pair(self, arms: Mapping[str, _Arm], turns: Turns, cell: str, seed: int) -> tuple[dict[str, float], bool]:
         kind, url = CELLS[cell], arms[ARMS[0]].url
@@ -294,14 +321,24 @@ class _Unread:
 
 
 class _Used:
-    """What is asked of servers that are used.  `summary`: what came out."""
+    """What is asked of servers that are used."""
 
     def __init__(self, bench: _Bench, arms: Mapping[str, _Arm], turns: Turns) -> None:
-        self.summary: dict[str, Any] = {}
         self._bench = bench
         self._arms = {"selective": arms["idle"], "always": arms["always"]}
         self._selective = arms["idle"]
         self._turns = turns
+
+    def summary(self, advances: int, fences: int) -> dict[str, Any]:
+        """What came out, as entries of the summary."""
+
+        def trial(cell: str, number: int, work: Callable[[], Any]) -> Any:
+            return self._bench.ledger.trial(Key(cell, tuple(self._arms), number, seed=number), work)
+
+        found: dict[str, Any] = trial("advance", 0, partial(self.advance, advances))
+        found |= _fences([trial("fence", number, partial(self.fence, number)) for number in range(fences)])
+        found |= trial("safe points", 0, self.safe_points)
+        return found
 
     def _alone(self, name: str, work: Callable[[], Found]) -> Found:
         """What the work gives, while no other server does anything."""
@@ -309,11 +346,11 @@ class _Used:
 
     # -- ADVANCE --------------------------------------------------------------------------------------------------
 
-    def advance(self, count: int) -> None:
+    def advance(self, count: int) -> dict[str, Any]:
         """Supersede idle scopes beside eight scoped streams that decode, by header and by `POST /supersede` in turn."""
-        self._alone("idle", partial(self._advance_all, count))
+        return self._alone("idle", partial(self._advance_all, count))
 
-    def _advance_all(self, count: int) -> None:
+    def _advance_all(self, count: int) -> dict[str, Any]:
         arm = self._selective
         scopes = [fresh_scope() for _ in range(ADVANCED_SCOPES)]
         server_ms: dict[str, list[float]] = {"header": [], "body": []}
@@ -334,7 +371,7 @@ class _Used:
         streams.leave()
         for scope in scopes:
             http.delete(f"{arm.url}/scopes/{scope}", timeout=TIMEOUT_S).raise_for_status()
-        self.summary |= {
+        return {
             "advance_p99_ms": percentile(server_ms["header"], 99),
             "advance_p50_ms": statistics.median(server_ms["header"]),
             "advance_client_p50_ms": statistics.median(client_ms["header"]),
@@ -358,41 +395,34 @@ class _Used:
 
     # -- a fence --------------------------------------------------------------------------------------------------
 
-    def fence(self, trials: int) -> None:
-        """A prefill that is ended in its second quantum: natively, and by a supersede."""
-        self._alone("idle", partial(self._fence_all, trials))
+    def fence(self, number: int) -> tuple[float, float]:
+        """A prefill that is ended in its second quantum: natively, and by a supersede; ms of both."""
+        return self._alone("idle", partial(self._fence_alone, number))
 
-    def _fence_all(self, trials: int) -> None:
+    def _fence_alone(self, number: int) -> tuple[float, float]:
         arm = self._selective
         moments = Moments(arm.url, self._turns.clock("idle"))
-        boundaries_ms, fences_ms = [], []
-        for number in range(trials):
-            ids = passage(arm.url, arm.model, FENCED_PROMPT, seed=80 + number)
-            moments.calibrate(partial(arm.send, ids, 1), FENCED_PROMPT // QUANTUM)
-            native = arm.send(ids, 1)
-            moment = moments.wait(native, 2, INTO_QUANTUM)
-            native.hang_up()
-            boundaries_ms.append((moment.boundary_s() - moments.idle_s) * 1000)
-            native.wait()
-            scope = fresh_scope()
-            old = arm.send(ids, 1, {"X-Retire-Scope": scope})
-            moments.wait(old, 2, INTO_QUANTUM)
-            body = {"scope": scope, "expected_epoch": 1, "contract": SOON}
-            answer = http.post(f"{arm.url}/supersede", json=body, timeout=TIMEOUT_S).raise_for_status()
-            old.wait()
-            record = record_of(arm.url, answer.headers["location"])
-            fences_ms.append(record["stages"]["fence"])
-            stopped = [receipt["stopped"] for receipt in record["receipts"]]
-            self._bench.check("the_prefill_was_stopped_at_a_safe_point", stopped == [True])
-        self.summary |= {
-            "fence_ratio_same_run": statistics.median(boundaries_ms) / statistics.median(fences_ms),
-            "fence_ms": statistics.median(fences_ms),
-            "native_boundary_ms": statistics.median(boundaries_ms),
-        }
+        ids = passage(arm.url, arm.model, FENCED_PROMPT, seed=80 + number)
+        moments.calibrate(partial(arm.send, ids, 1), FENCED_PROMPT // QUANTUM)
+        native = arm.send(ids, 1)
+        moment = moments.wait(native, 2, INTO_QUANTUM)
+        native.hang_up()
+        boundary_ms = (moment.boundary_s() - moments.idle_s) * 1000
+        native.wait()
+        scope = fresh_scope()
+        old = arm.send(ids, 1, {"X-Retire-Scope": scope})
+        moments.wait(old, 2, INTO_QUANTUM)
+        body = {"scope": scope, "expected_epoch": 1, "contract": SOON}
+        answer = http.post(f"{arm.url}/supersede", json=body, timeout=TIMEOUT_S).raise_for_status()
+        old.wait()
+        record = record_of(arm.url, answer.headers["location"])
+        stopped = [receipt["stopped"] for receipt in record["receipts"]]
+        self._bench.check("the_prefill_was_stopped_at_a_safe_point", stopped == [True])
+        return boundary_ms, record["stages"]["fence"]
 
     # -- safe points ----------------------------------------------------------------------------------------------
 
-    def safe_points(self) -> None:
+    def safe_points(self) -> dict[str, Any]:
         """The same scoped prefill and decode on both servers, in turn."""
         took: dict[str, list[float]] = {"selective": [], "always": []}
         passed: dict[str, list[int]] = {"selective": [], "always": []}
@@ -408,7 +438,7 @@ class _Used:
             said[name].append(reply.token_ids)
         same = sorted(said["selective"]) == sorted(said["always"])
         self._bench.check("scoped_answers_are_the_same", same)
-        self.summary |= {
+        return {
             "safe_points_selective": sum(passed["selective"]),
             "safe_points_always": sum(passed["always"]),
             "scoped_ms_per_token_selective": statistics.median(took["selective"]),
@@ -426,22 +456,50 @@ class _Used:
         return reply, int(found - before)
 
 
+def _by_server(starts: Sequence[Mapping[str, Sequence[Pair]]]) -> dict[str, list[tuple[int, dict[str, float]]]]:
+    """Per cell ms of each pair, and which servers it was measured on: what has those in common is resampled whole."""
+    servers: dict[tuple[int, str], int] = {}
+    return {
+        cell: [
+            (servers.setdefault((number, pair["server"]), len(servers)), pair["ms"])
+            for number, found in enumerate(starts)
+            for pair in found[cell]
+        ]
+        for cell in CELLS
+    }
+
+
+def _fences(trials: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Entries of the summary from the native boundary and the fence of each trial, ms."""
+    boundary_ms, fence_ms = (statistics.median(column) for column in zip(*trials, strict=True))
+    return {"fence_ratio_same_run": boundary_ms / fence_ms, "fence_ms": fence_ms, "native_boundary_ms": boundary_ms}
+
+
 def percent_more(pairs: Pairs) -> float:
     """By how many percent the median pair's numerator is above its denominator."""
     return (median_of_ratios(pairs) - 1) * 100
 
 
-def _result(bench: Overhead, done: _Bench, used: Mapping[str, Any], starts: int, planned: Mapping[str, int]) -> Result:
+def _result(
+    bench: Overhead,
+    done: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]],
+    checks: Mapping[str, bool],
+    seal: Mapping[str, str],
+    used: Mapping[str, Any],
+    starts: int,
+    planned: Mapping[str, int],
+) -> Result:
+    """`done`: per cell, of each pair that counts, the start it belongs to and ms of both arms."""
     summary: dict[str, Any] = {}
     targets: list[Target] = []
-    for cell, runs in done.found.items():
+    for cell, runs in done.items():
         key = f"{cell}_overhead_pct"
         pairs = [(ms["idle"], ms["native"]) for _, ms in runs]
         found = Bootstrap(percent_more, pairs, groups=[start for start, _ in runs]) if runs else None
         summary |= figures(key, found)
         summary[f"{key}_by_start"] = [
             percent_more(group)
-            for n in range(starts)
+            for n in sorted({start for start, _ in runs})
             if (group := [(ms["idle"], ms["native"]) for start, ms in runs if start == n])
         ]
         summary[f"{cell}_pairs"] = len(runs)
@@ -450,18 +508,16 @@ def _result(bench: Overhead, done: _Bench, used: Mapping[str, Any], starts: int,
     summary |= used
     reached = whether(used["advance_p99_ms"] <= ADVANCE_AIM_MS)
     targets.append(Target("advance_p99_ms", "-", f"≤ {ADVANCE_AIM_MS:g}", reached))
-    checks = dict(done.checks)
-    for session in done.sessions:
-        join(checks, session.checks)
-    checks["every_pair_counts"] = all(len(done.found[cell]) == starts * count for cell, count in planned.items())
+    whole = all(len(done[cell]) == starts * count for cell, count in planned.items())
+    checks = {**checks, "every_pair_counts": whole}
     cells = [
         Cell(
             {"bench": bench.name, "cell": cell, "quantum": QUANTUM, "block_tokens": BLOCK},
             {arm: {"ms": [ms[arm] for _, ms in runs], "start": [start for start, _ in runs]} for arm in ARMS},
         )
-        for cell, runs in done.found.items()
+        for cell, runs in done.items()
     ]
-    return Result(cells, summary, checks, targets, model=bench.model, seal=done.sessions[0].seal)
+    return Result(cells, summary, checks, targets, model=bench.model, seal=seal)
 
 
 def verdict(cell: str, found: Bootstrap | None) -> Verdict:

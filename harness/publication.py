@@ -47,6 +47,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -54,7 +55,9 @@ import httpx
 
 from harness.client import TIMEOUT_S, Frame, http
 from harness.experiment import Cell, Result, Target
-from harness.session import Session, note, serving
+from harness.ledger import Key, Ledger
+from harness.progress import note
+from harness.session import ServerUnsuitable, Session, measuring
 from harness.statistics import whether
 from harness.workload import complete, completion, diverging, fresh_salt, fresh_scope, passage, record_of
 from retire.client import ScopeClient
@@ -185,15 +188,18 @@ class Publication:
     model: str = "smollm2"
     trials: int = 18
     quick_trials: int = 3
+    url: str = ""
     name: str = field(default="publication", init=False)
     paper: str = field(default="Table 4, row 1", init=False)
+    own_servers: str = field(default="", init=False)
 
-    def run(self, *, quick: bool) -> Result:
+    def run(self, ledger: Ledger, *, quick: bool) -> Result:
         """See the module."""
         planned = self.quick_trials if quick else self.trials
         draw = random.Random(planned)  # noqa: S311 - a schedule keeps no secret
         paces = [PACES_S[number % len(PACES_S)] for number in range(planned)]
         draw.shuffle(paces)
+        ledger.plan({f"pace {pace_s}": paces.count(pace_s) for pace_s in PACES_S} | {"stated": 1})
         flags = (
             "--enable-scale-out",  # for the route that aborts
             *("--block-size", str(BLOCK)),
@@ -201,18 +207,30 @@ class Publication:
             *("--dtype", "float32"),
         )
         found: list[Trial] = []
-        with serving(self.model, flags) as session:
-            frame_bytes, bound = stated_bound(session)
+        with measuring(self.url, self.model, flags, ledger.checks) as session:
+            if self.url:
+                _expect_abort(session)
+            stated = Key("stated", ("retire_raw",), 0, seed=0)  # once for the run: before its first trial
+            frame_bytes, bound = ledger.trial(stated, partial(stated_bound, session))
             note(f"  stated: at most {bound} frames of {frame_bytes} bytes or more")
             for number, pace_s in enumerate(paces):
-                trial = _Trial(session, pace_s, bound + 1 + draw.randrange(MORE_STEPS), frame_bytes, seed=1 + number)
-                turn = number % len(ARMS)
-                figures = trial.run(ARMS[turn:] + ARMS[:turn])
-                told = ", ".join(f"{arm} {figures[arm]['stale_tokens']}" for arm in ARMS)
-                note(f"  {number + 1}/{planned}, pace {pace_s} s: stale tokens {told}")
-                if trial.counts:
+                steps = bound + 1 + draw.randrange(MORE_STEPS)
+                key = Key(f"pace {pace_s}", ARMS, number, seed=1 + number)
+                figures = ledger.trial(key, partial(self._trial, session, pace_s, steps, frame_bytes, number))
+                if figures is not None:
                     found.append(Trial(pace_s, figures))
         return self._result(session, found, planned, bound)
+
+    def _trial(
+        self, session: Session, pace_s: float | None, steps: int, frame_bytes: int, number: int
+    ) -> dict[str, dict[str, int]] | None:
+        """What the arms showed; None when a check of it failed."""
+        trial = _Trial(session, pace_s, steps, frame_bytes, seed=1 + number)
+        turn = number % len(ARMS)
+        figures = trial.run(ARMS[turn:] + ARMS[:turn])
+        told = ", ".join(f"{arm} {figures[arm]['stale_tokens']}" for arm in ARMS)
+        note(f"  {number + 1}, pace {pace_s} s: stale tokens {told}")
+        return figures if trial.counts else None
 
     def _result(self, session: Session, found: Sequence[Trial], planned: int, bound: int) -> Result:
         def of(arm: str, figure: str, among: Sequence[Trial] = found) -> list[int]:
@@ -259,6 +277,13 @@ class Publication:
             {"bench": self.name, "pace_s": pace_s},
             {arm: {metric: [trial.figures[arm][metric] for trial in among] for metric in metrics[arm]} for arm in ARMS},
         )
+
+
+def _expect_abort(session: Session) -> None:
+    """Raises ServerUnsuitable when the server has no route that aborts."""
+    routes = http.get(f"{session.url}/openapi.json").raise_for_status().json()["paths"]
+    if ABORT not in routes:
+        raise ServerUnsuitable("the server has no route that aborts: start it with --enable-scale-out")
 
 
 def event_bytes(body: Body) -> int:

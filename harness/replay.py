@@ -38,6 +38,8 @@ NAP_S = 0.002
 ON_TIME_S = 0.25
 Key = tuple[int, int]
 """Scope and number of a version."""
+Figures = Mapping[str, Any]
+"""Of one arm's run, as `Replayed.figures` tells them."""
 
 
 class Arm(StrEnum):
@@ -386,19 +388,19 @@ class _Background:
 # ---------------------------------------------------------------- figures of several runs
 
 
-def summary(found: Mapping[str, Sequence[Replayed]], best_native: str, retire: str, plan: Plan) -> dict[str, Any]:
+def summary(found: Mapping[str, Sequence[Figures]], best_native: str, retire: str, plan: Plan) -> dict[str, Any]:
     """The keys that scripts rely on, from all trials of two arms; None where an arm has no run.
 
     Tokens are sums over trials, final versions the least of them, goodput a ratio of medians.
     """
     ours, theirs = [found.get(arm, ()) for arm in (retire, best_native)]
-    intervals = [one for run in ours for one in run.account.cleanup_intervals()]
+    intervals = [one for run in ours for one in run["cleanup_intervals"]]
     native, versioned = goodput(theirs), goodput(ours)
     return {
-        "retire_obsolete_tokens": sum(run.account.obsolete_tokens() for run in ours) if ours else None,
-        "native_obsolete_tokens": sum(run.account.obsolete_tokens() for run in theirs) if theirs else None,
-        "retire_final": min((run.account.spoke() for run in ours), default=None),
-        "native_final": min((run.account.spoke() for run in theirs), default=None),
+        "retire_obsolete_tokens": sum(run["obsolete_tokens"] for run in ours) if ours else None,
+        "native_obsolete_tokens": sum(run["obsolete_tokens"] for run in theirs) if theirs else None,
+        "retire_final": min((run["final_versions"] for run in ours), default=None),
+        "native_final": min((run["final_versions"] for run in theirs), default=None),
         "final_total": len(plan.finals),
         "goodput_ratio": versioned / native if native and versioned is not None else None,
         "cleanup_p99_intervals": percentile(intervals, 99) if intervals else None,
@@ -406,6 +408,6 @@ def summary(found: Mapping[str, Sequence[Replayed]], best_native: str, retire: s
     }
 
 
-def goodput(runs: Sequence[Replayed]) -> float | None:
+def goodput(runs: Sequence[Figures]) -> float | None:
     """The median of the runs, token/s; None without any."""
-    return statistics.median(run.account.goodput() for run in runs) if runs else None
+    return statistics.median(run["goodput_tokens_per_s"] for run in runs) if runs else None

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from harness.arrivals import Pace, Plan, Sizes, arrivals, counted, plan
 from harness.bench import table
 from harness.client import TIMEOUT_S, http
 from harness.experiment import Cell, Result, columns, join
+from harness.ledger import Ledger
 from harness.manifest import manifest
+from harness.progress import note
 from harness.replay import Arm, Replay, Replayed, Site, prompts, summary
-from harness.session import note
 from harness.workload import bearer
 from retire.core.errors import RetireError
 from traces import rows
@@ -31,15 +32,17 @@ TAIL_S = 10.0
 """How long goodput is counted after the last version has started."""
 
 
+@dataclass(frozen=True)
 class Replaying:
     """How the result is called."""
 
-    name = "replay"
-    paper = "Figure 6 and Table 9"
+    name: str = "replay"
+    paper: str = "Figure 6 and Table 9"
+    own_servers: str = ""
 
-    def run(self, *, quick: bool) -> Result:
+    def run(self, ledger: Ledger, *, quick: bool) -> Result:
         """Not from here."""
-        raise NotImplementedError(quick)
+        raise NotImplementedError(ledger, quick)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,15 +115,15 @@ def _result(
         "bursts_s": list(planned.bursts_s),
         "speed": options.speed,
     }
-    trials = [{arm: runs[trial].figures() for arm, runs in found.items()} for trial in range(options.trials)]
     checks: dict[str, bool] = {}
     for runs in found.values():
         for run in runs:
             join(checks, run.checks())
-    told = summary(found, Arm.NATIVE, Arm.RETIRE, planned)
+    figures = {arm: [run.figures() for run in runs] for arm, runs in found.items()}
+    told = summary(figures, Arm.NATIVE, Arm.RETIRE, planned)
     for arm, runs in found.items():
         for name in ("goodput_tokens_per_s", "obsolete_tokens", "late_tokens", "final_whole", "cleanup_ms"):
-            told[f"{name}.{arm}"] = [run.figures()[name] for run in runs]
+            told[f"{name}.{arm}"] = [one[name] for one in figures[arm]]
         told[f"outcomes.{arm}"] = runs[0].account.outcomes()
     versions = {
         arm: [
@@ -141,7 +144,7 @@ def _result(
         for arm, runs in found.items()
     }
     cells = [
-        Cell(about, columns(trials)),
+        Cell(about, columns({arm: of[trial] for arm, of in figures.items()} for trial in range(options.trials))),
         Cell({"bench": "replay", "what": "versions"}, {arm: {"versions": of} for arm, of in versions.items()}),
     ]
     return Result(cells, told, checks, (), options.model or "unknown", seal)

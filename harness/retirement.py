@@ -29,17 +29,20 @@ import json
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.client import Reply, says_the_same
-from harness.experiment import Cell, Result, Target, columns, figures, join
+from harness.experiment import Cell, Result, Target, columns, figures
+from harness.ledger import Key, Ledger
 from harness.moments import MomentMissed, Moments
-from harness.session import Session, note, serving
+from harness.progress import note
+from harness.session import Session, serving
 from harness.statistics import Bootstrap, at_least, ratio_of_medians, whether
 from harness.workload import diverging, fresh_salt, fresh_scope, passage, record_of
 from retire import models
 
+MODEL, LAYERS = "smollm2", 30
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ANSWER_TOKENS, PREDECESSOR_TOKENS, ALTERNATIVES = 4, 400, 5
 SUCCESSOR_TOKENS = 512
@@ -47,6 +50,7 @@ DRAFTS = 3
 DECODE_S = 0.5  # longer than a step that drafts and verifies
 OVER_INTERVAL_AIM, OVER_MEAN_AIM = 1.25, 1.3
 TRIES = 6
+ARMS = ("native", "retire")
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,11 @@ class Path:
         return -(-self.tokens // self.quantum)
 
     @property
+    def tail(self) -> bool:
+        """Whether it is here for its quantum alone, and the paper has no ratio for it."""
+        return not self.paper
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """The server's."""
         flags = ("--max-num-batched-tokens", str(self.quantum), "--kv-cache-memory-bytes", str(1 << 30))
@@ -96,7 +105,6 @@ class Arm:
 
     closed_ms: float
     successor_ms: float
-    reply: Reply
     step_ms: float = 0.0
     longest_interval_ms: float = 0.0
 
@@ -107,6 +115,11 @@ class Trial:
 
     native: Arm
     retire: Arm
+
+    @classmethod
+    def of(cls, native: Mapping[str, float], retire: Mapping[str, float]) -> Trial:
+        """From what a ledger keeps."""
+        return cls(Arm(**native), Arm(**retire))
 
     def as_metrics(self) -> dict[str, dict[str, float]]:
         """Values of a cell."""
@@ -125,14 +138,14 @@ class Trial:
 
 
 PATHS = (
-    Path("long_prefill", "smollm2", 8000, 4096, layers=30, paper=24.9, aim=30.0),
-    Path("draft_verify_prefill", "smollm2", 4000, 4096, layers=60, paper=51.3, aim=51.3, drafted=True),
+    Path("long_prefill", MODEL, 8000, 4096, layers=LAYERS, paper=24.9, aim=30.0),
+    Path("draft_verify_prefill", MODEL, 4000, 4096, layers=2 * LAYERS, paper=51.3, aim=51.3, drafted=True),
     Path(
         "active_spec_decode",
-        "smollm2",
+        MODEL,
         512,
         4096,
-        layers=30 * (1 + DRAFTS),
+        layers=LAYERS * (1 + DRAFTS),
         paper=9.99,
         aim=9.99,
         drafted=True,
@@ -140,33 +153,60 @@ PATHS = (
     ),
     Path("two_kv_groups", "gemma3-270m", 4000, 4000, layers=18, paper=7.01, aim=7.01),
 )
-TAILS = tuple(Path(f"tail_{quantum}", "smollm2", 8000, quantum, layers=30, paper=0, aim=0) for quantum in (1024, 2048))
+TAILS = tuple(Path(f"tail_{quantum}", MODEL, 8000, quantum, layers=LAYERS, paper=0, aim=0) for quantum in (1024, 2048))
 
 
 @dataclass(frozen=True)
 class Retirement:
-    """`trials`: per path.  `tail_trials`: per quantum."""
+    """`trials`: per path.  `tail_trials`: per quantum.  `model`: of all paths but that of two KV groups."""
 
+    model: str = MODEL
     trials: int = 20
     tail_trials: int = 6
     quick_trials: int = 3
     name: str = field(default="retirement", init=False)
     paper: str = field(default="Table 10 and §7.3", init=False)
+    own_servers: str = field(default="every path has a server of its own, with its quantum and draft model", init=False)
 
-    def run(self, *, quick: bool) -> Result:
+    def run(self, ledger: Ledger, *, quick: bool) -> Result:
         """See the module."""
         found: dict[str, list[Trial]] = {}
-        checks: dict[str, bool] = {}
         seal: Mapping[str, str] = {}
-        planned = dict.fromkeys(PATHS, self.quick_trials if quick else self.trials)
-        planned |= {} if quick else dict.fromkeys(TAILS, self.tail_trials)
+        planned = dict.fromkeys(_with(self.model, PATHS), self.quick_trials if quick else self.trials)
+        planned |= {} if quick else dict.fromkeys(_with(self.model, TAILS), self.tail_trials)
+        ledger.plan({path.name: trials for path, trials in planned.items()})
         for path, trials in planned.items():
-            with serving(path.model, path.flags) as session:
-                bench = _Bench(session, path)
-                found[path.name] = [one for number in range(trials) if (one := bench.trial(number)) is not None]
-                join(checks, session.checks)
-                seal = session.seal
-        return _result(found, checks, seal, planned)
+            done = ledger.start(path.name, functools.partial(_measured, ledger, path, trials))
+            found[path.name] = [Trial.of(**one) for one in done["trials"]]
+            seal = done["seal"]
+        return _result(found, ledger.checks, seal, planned)
+
+
+def _with(model: str, paths: Sequence[Path]) -> list[Path]:
+    """The same paths through another model; that of two KV groups is left as it is."""
+    if model == MODEL:
+        return list(paths)
+    times = {path: path.layers // LAYERS for path in paths if path.model == MODEL}
+    layers = layers_of(model)
+    return [replace(path, model=model, layers=layers * times[path]) if path.model == MODEL else path for path in paths]
+
+
+def layers_of(model: str) -> int:
+    """How many layers a model has.  Raises OSError when it cannot be found."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(models.resolve(model)).get_text_config().num_hidden_layers)
+
+
+def _measured(ledger: Ledger, path: Path, trials: int) -> dict[str, Any]:
+    """One path on a server of its own; the trials that count."""
+    with serving(path.model, path.flags, ledger.checks) as session:
+        bench = _Bench(session, path)
+        done = [
+            ledger.trial(Key(path.name, ARMS, number, 100 + number), functools.partial(bench.trial, number))
+            for number in range(trials)
+        ]
+    return {"trials": [one for one in done if one is not None], "seal": session.seal}
 
 
 class _Bench:
@@ -175,7 +215,6 @@ class _Bench:
     def __init__(self, session: Session, path: Path) -> None:
         self._session, self._path = session, path
         self._moments = Moments(session.url)
-        self._draw = random.Random(path.name)  # noqa: S311 - moments
         for seed in (1, 2):  # the first one warms up
             ids = passage(session.url, session.model, path.tokens, seed)
             begin = functools.partial(session.stream, ids, 1, fresh_salt())
@@ -188,41 +227,42 @@ class _Bench:
     def trial(self, number: int) -> Trial | None:
         """Both arms at one moment; None when it was never hit, or something was wrong."""
         session, path = self._session, self._path
+        draw = random.Random(f"{path.name} {number}")  # noqa: S311 - moments, the same whichever trials came before
         drafts = session.metric(DRAFTED) if path.drafted else 0
         old, new = diverging(session.url, session.model, 0, path.tokens, seed=100 + number)
         new = new[:SUCCESSOR_TOKENS]
         for _ in range(TRIES):
-            where = self._draw_moment()
+            where = self._draw_moment(draw)
             try:
-                order = ("native", "retire") if number % 2 else ("retire", "native")
+                order = ARMS if number % 2 else ARMS[::-1]
                 arms = {arm: self._interrupt(arm, old, new, *where) for arm in order}
             except MomentMissed:
                 continue
-            native, ours = arms["native"], arms["retire"]
+            (native, native_reply), (ours, our_reply) = (arms[arm] for arm in ARMS)
             note(
                 f"  {path.name} {number + 1}, {where[0]} + {where[1]:.2f}: native {native.closed_ms:.0f},"
                 f" fence {ours.closed_ms:.1f}, longest interval {ours.longest_interval_ms:.1f} ms"
             )
             if path.decoding:
                 session.check("draft_work_is_observed", session.metric(DRAFTED) > drafts)
-            same = session.check("successors_say_the_same", says_the_same(native.reply, ours.reply))
+            same = session.check("successors_say_the_same", says_the_same(native_reply, our_reply))
             return Trial(native, ours) if same else None
         session.check("moments_are_hit", False)
         return None
 
-    def _draw_moment(self) -> tuple[int, float]:
+    def _draw_moment(self, draw: random.Random) -> tuple[int, float]:
         """A step and a share of its work, uniformly over the predecessor's work; of an answer a token and seconds."""
         if self._path.decoding:
-            return self._draw.randrange(8, 40), self._draw.uniform(0, DECODE_S)
-        left_s = self._draw.uniform(0, sum(self._moments.lengths_s))
+            return draw.randrange(8, 40), draw.uniform(0, DECODE_S)
+        left_s = draw.uniform(0, sum(self._moments.lengths_s))
         for step, length_s in enumerate(self._moments.lengths_s, 1):
             if left_s < length_s:
                 return step, left_s / length_s
             left_s -= length_s
         raise AssertionError("a moment beyond the work it was drawn from")
 
-    def _interrupt(self, arm: str, old: list[int], new: list[int], step: int, share: float) -> Arm:
-        """One arm.  Raises MomentMissed."""
+    def _interrupt(self, arm: str, old: list[int], new: list[int], step: int, share: float) -> tuple[Arm, Reply]:
+        """One arm, and what its successor said.  Raises MomentMissed."""
         session, scope = self._session, fresh_scope()
         mine = {} if arm == "native" else {"X-Retire-Scope": scope}
         predecessor = session.stream(old, PREDECESSOR_TOKENS, fresh_salt(), mine)
@@ -244,7 +284,7 @@ class _Bench:
         successor_ms = (reply.first_token_at - moment.at) * 1000
         if arm == "native":
             boundary_s = moment.boundary_s() - self._moments.idle_s
-            return Arm(boundary_s * 1000, successor_ms, reply, step_ms=moment.step_s() * 1000)
+            return Arm(boundary_s * 1000, successor_ms, step_ms=moment.step_s() * 1000), reply
         stale = [frame for frame in predecessor.reply.frames if frame.text and frame.at > reply.first_token_at]
         session.check("no_stale_token", not stale)
         record = record_of(session.url, reply.headers["location"])
@@ -253,11 +293,8 @@ class _Bench:
             raise MomentMissed("no step held it")
         session.check("nothing_is_inherited", record["inherited_tokens"] == 0)
         return Arm(
-            receipt["obsolete_closed_ms"],
-            successor_ms,
-            reply,
-            longest_interval_ms=receipt["longest_interval_ms"],
-        )
+            receipt["obsolete_closed_ms"], successor_ms, longest_interval_ms=receipt["longest_interval_ms"]
+        ), reply
 
 
 def _result(
@@ -268,7 +305,7 @@ def _result(
 ) -> Result:
     summary: dict[str, Any] = {}
     targets = []
-    for path in PATHS:
+    for path in (path for path in planned if not path.tail):
         trials, name = found[path.name], path.name
         if not trials:
             summary |= {f"{key}.{name}": None for key in _KEYS}
@@ -298,10 +335,11 @@ def _result(
             "retire": statistics.median(one.retire.closed_ms for one in trials),
         }
         for path in sorted(planned, key=lambda path: path.quantum)
-        if (path in TAILS or path is PATHS[0]) and (trials := found[path.name])
+        if (path.tail or path.name == PATHS[0].name) and (trials := found[path.name])
     }
     checks = {**checks, "every_trial_counts": all(len(found[path.name]) == due for path, due in planned.items())}
-    return Result([_cell(path, found[path.name]) for path in planned], summary, checks, targets, PATHS[0].model, seal)
+    cells = [_cell(path, found[path.name]) for path in planned]
+    return Result(cells, summary, checks, targets, next(iter(planned)).model, seal)
 
 
 _KEYS = ("fence_ms", "native_ms", "fence_ratio", "fence_over_interval", "longest_interval_over_mean")

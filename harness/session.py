@@ -1,40 +1,48 @@
 """One server for the length of an experiment, and whether it is left as it was found.
 
-Owns: start and end, the checks of a run, what the pool and the engine hold before and after.
+Owns: start and end (or what a server that runs already must offer), the checks of a run, what the pool and the engine
+hold before and after.
 Must not know: what the experiment does in between.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
+
 from harness.client import TIMEOUT_S, Streaming, http
 from harness.experiment import join
+from harness.progress import note
 from harness.server import Server, start_side_by_side
-from harness.workload import bearer, complete, completion
+from harness.workload import bearer, complete, completion, fresh_salt
 from retire import models
 
 REST_S = 60.0
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
-FLAGS = ("--enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", "8192")
+MODEL_LEN = 8192
+FLAGS = ("--enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", str(MODEL_LEN))
+
+
+class ServerUnsuitable(RuntimeError):
+    """A running server is not what the experiment needs; the message says what it must be started with."""
 
 
 class Session:
     """A server that answers at `url` as `model`, to `key` if it needs one.
 
-    `checks`: correctness so far; `seal`: what it runs on.
+    `checks`: correctness so far, of the whole run if they are given; `seal`: what it runs on.
     """
 
-    def __init__(self, url: str, model: str, key: str | None = None) -> None:
+    def __init__(self, url: str, model: str, key: str | None = None, checks: dict[str, bool] | None = None) -> None:
         self.url = url
         self.model = model
         self.key = key
-        self.checks: dict[str, bool] = {}
+        self.checks = {} if checks is None else checks
         self.seal: dict[str, str] = self._status()["seal"]
 
     def stream(
@@ -107,16 +115,24 @@ class Session:
 
 @contextmanager
 def serving(
-    model: str, flags: Sequence[str], env: Mapping[str, str] | None = None, key: str | None = None
+    model: str,
+    flags: Sequence[str],
+    checks: dict[str, bool],
+    env: Mapping[str, str] | None = None,
+    key: str | None = None,
 ) -> Iterator[Session]:
     """A patched server with `FLAGS` and these; checked for what is left in it at the end."""
-    with serving_side_by_side(model, flags, [env or {}], key) as [(_, session)]:
+    with serving_side_by_side(model, flags, [env or {}], checks, key) as [(_, session)]:
         yield session
 
 
 @contextmanager
 def serving_side_by_side(
-    model: str, flags: Sequence[str], envs: Sequence[Mapping[str, str]], key: str | None = None
+    model: str,
+    flags: Sequence[str],
+    envs: Sequence[Mapping[str, str]],
+    checks: dict[str, bool],
+    key: str | None = None,
 ) -> Iterator[list[tuple[Server, Session]]]:
     """One such server for each environment."""
     command = (*FLAGS, "--served-model-name", model, *flags)
@@ -124,14 +140,62 @@ def serving_side_by_side(
     note(f"starting {'a server' if len(servers) == 1 else f'{len(servers)} servers'} with {model} ...")
     try:
         start_side_by_side(servers)
-        sessions = [Session(server.url, model, key) for server in servers]
-        usages = [session.pool_usage() for session in sessions]
-        yield list(zip(servers, sessions, strict=True))
-        for session, usage in zip(sessions, usages, strict=True):
-            session.check_rest(usage)
+        sessions = [Session(server.url, model, key, checks) for server in servers]
+        with _left_as_found(sessions):
+            yield list(zip(servers, sessions, strict=True))
     finally:
         for server in servers:
             server.close()
+
+
+@contextmanager
+def measuring(url: str, model: str, flags: Sequence[str], checks: dict[str, bool]) -> Iterator[Session]:
+    """The server that runs at `url`, or if that is empty one like `serving`'s; checked alike.
+
+    Raises ServerUnsuitable.
+    """
+    if not url:
+        with serving(model, flags, checks) as session:
+            yield session
+        return
+    session = Session(url, model, checks=checks)
+    note(f"measuring {model} at {url}, as it was started; a server of our own would have had {' '.join(flags)}")
+    if session.stream([1], 1, fresh_salt()).wait().cached_tokens is None:
+        raise ServerUnsuitable("the server does not tell what was cached: start it with --enable-prompt-tokens-details")
+    with _left_as_found([session]):
+        yield session
+
+
+@contextmanager
+def _left_as_found(sessions: Sequence[Session]) -> Iterator[None]:
+    usages = [session.pool_usage() for session in sessions]
+    yield
+    for session, usage in zip(sessions, usages, strict=True):
+        session.check_rest(usage)
+
+
+def served_at(url: str, model: str | None = None) -> dict[str, Any]:
+    """What runs at `url`: `model` (the only one, if none is named), `length_tokens` and `seal`.
+
+    Raises:
+        ServerUnsuitable: nobody answers, it is no RETIRE, or serves another model, several, or one that is too short.
+    """
+    try:
+        status = http.get(f"{url}/retire/status", timeout=TIMEOUT_S)
+        if status.status_code != 200:
+            told = f"{url} answers {status.status_code} to /retire/status: no RETIRE, or it asks for a key"
+            raise ServerUnsuitable(told)
+        listed = http.get(f"{url}/v1/models", timeout=TIMEOUT_S).raise_for_status().json()["data"]
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerUnsuitable(f"no answer from {url}: {error}") from error
+    lengths = {one["id"]: one.get("max_model_len") or 0 for one in listed}
+    if model is None and len(lengths) == 1:
+        model = next(iter(lengths))
+    if model is None or model not in lengths:
+        raise ServerUnsuitable(f"{url} serves {', '.join(lengths)}: name one with --model")
+    if lengths[model] < MODEL_LEN:
+        raise ServerUnsuitable(f"{model} at {url} takes {lengths[model]} tokens: {MODEL_LEN} are needed")
+    return {"model": model, "length_tokens": lengths[model], "seal": status.json()["seal"]}
 
 
 def metric(url: str, name: str) -> float:
@@ -141,8 +205,3 @@ def metric(url: str, name: str) -> float:
     if found is None:
         raise RuntimeError(f"the server does not tell {name}")
     return float(found[1])
-
-
-def note(text: str) -> None:
-    """Progress; results go to stdout."""
-    print(text, file=sys.stderr, flush=True)

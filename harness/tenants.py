@@ -26,13 +26,16 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness.client import Reply
 from harness.experiment import Cell, Result, Target
 from harness.faults import EXTENSION
-from harness.session import DEVELOPMENT, Session, note, serving
+from harness.ledger import Key, Ledger
+from harness.progress import note
+from harness.session import DEVELOPMENT, Session, serving
 from harness.statistics import Bootstrap, Verdict, at_most, median_of_ratios, percentile
 from harness.workload import diverging, fresh_salt, fresh_scope, passage, record_of
 
@@ -64,10 +67,12 @@ class Tenants:
     trials: int = 3
     name: str = field(default="tenants", init=False)
     paper: str = field(default="§7.4 and A.3", init=False)
+    own_servers: str = field(default="its server has tenants of its own, and a worker that shows pages", init=False)
 
-    def run(self, *, quick: bool) -> Result:
+    def run(self, ledger: Ledger, *, quick: bool) -> Result:
         """See the module."""
         pairs = self.quick_pairs if quick else self.pairs
+        ledger.plan({"pairs": pairs, "pages": self.trials, "zero quota": self.trials})
         flags = (
             *("--block-size", str(BLOCK)),
             *("--max-num-batched-tokens", str(QUANTUM)),
@@ -80,17 +85,15 @@ class Tenants:
             file = Path(folder) / "tenants.toml"
             file.write_text(FILE, encoding="utf-8")
             env = {"RETIRE_TENANTS": str(file), **DEVELOPMENT}
-            with serving(self.model, flags, env, B_KEY) as session:
+            with serving(self.model, flags, ledger.checks, env, B_KEY) as session:
                 bench = _Bench(session)
                 bench.pair(0, ARMS)  # warm-up
                 for number in range(pairs):
-                    order = ARMS if number % 2 else ARMS[::-1]
-                    found, counts = bench.pair(1 + number, order)
-                    if counts:
+                    found = ledger.trial(Key("pairs", ARMS, number, seed=1 + number), partial(_timed, bench, number))
+                    if found is not None:
                         timed.append(found)
-                    note(f"  {number + 1}/{pairs}: " + ", ".join(f"{a} {m['itl_ms']:.2f}" for a, m in found.items()))
-                pages = [bench.pages(500 + number) for number in range(self.trials)]
-                cold = [bench.zero_quota(900 + number) for number in range(self.trials)]
+                pages = [_apart(ledger, "pages", n, 500 + n, bench.pages) for n in range(self.trials)]
+                cold = [_apart(ledger, "zero quota", n, 900 + n, bench.zero_quota) for n in range(self.trials)]
         return self._result(session, timed, pairs, pages, cold)
 
     def _result(
@@ -138,6 +141,18 @@ class Tenants:
         )
 
 
+def _timed(bench: _Bench, number: int) -> dict[str, dict[str, float]] | None:
+    """A pair, whose order alternates; None when a check of it failed."""
+    found, counts = bench.pair(1 + number, ARMS if number % 2 else ARMS[::-1])
+    note(f"  {number + 1}: " + ", ".join(f"{arm} {metrics['itl_ms']:.2f}" for arm, metrics in found.items()))
+    return found if counts else None
+
+
+def _apart(ledger: Ledger, cell: str, number: int, seed: int, work: Callable[[int], Any]) -> Any:
+    """A trial outside the timed pairs."""
+    return ledger.trial(Key(cell, ("supersede",), number, seed), partial(work, seed))
+
+
 def _kept_tokens(seed: int) -> int:
     """How much of A's prompt its successor keeps."""
     return A_SHARES[seed % len(A_SHARES)]
@@ -148,8 +163,8 @@ class _Bench:
 
     def __init__(self, session: Session) -> None:
         self._b = session
-        self._a = Session(session.url, session.model, A_KEY)
-        self._z = Session(session.url, session.model, Z_KEY)
+        self._a = Session(session.url, session.model, A_KEY, session.checks)
+        self._z = Session(session.url, session.model, Z_KEY, session.checks)
 
     def pair(self, seed: int, order: Sequence[str]) -> tuple[dict[str, dict[str, float]], bool]:
         """Both arms on the same texts; per arm B's mean and longest time between tokens, and whether it counts."""

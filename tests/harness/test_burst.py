@@ -10,6 +10,7 @@ import pytest
 from harness import bench, burst
 from harness.arrivals import Plan, Planned
 from harness.burst import ALWAYS, PROMPT_TOKENS, QUANTA, Burst, Scale, arms_of, best, recorded, result, scaled, used
+from harness.ledger import Ledger
 from harness.report.figures.burst import live
 from harness.report.paper import BURST
 from harness.session import Session
@@ -35,10 +36,14 @@ def short(name="squeeze_1", squeeze=1.0):
 def measured():
     """Every arm once on stand-ins for the servers."""
     servers = [StandIn(fence_ms=8.0, interval_ms=10.0).start() for _ in QUANTA]
-    sessions = {quantum: Session(server.url, "made-up") for quantum, server in zip(QUANTA, servers, strict=True)}
-    one = burst._Bench(sessions)
+    ledger = Ledger()
+    sessions = {
+        quantum: Session(server.url, "made-up", checks=ledger.checks)
+        for quantum, server in zip(QUANTA, servers, strict=True)
+    }
+    one = burst._Bench(ledger, sessions)
     found = {"squeeze_1": one.runs(short(), 1, quick=False)}
-    yield SimpleNamespace(found=found, checks=one.checks(), seal=one.seal, prefill=one.prefill_s())
+    yield SimpleNamespace(found=found, checks=ledger.checks, seal=one.seal, prefill=one.prefill_s())
     for server in servers:
         server.shutdown()
         server.server_close()
@@ -80,7 +85,7 @@ def test_the_summary_has_the_keys_that_the_report_shows(measured):
 
 def test_a_quantum_that_gives_more_is_the_baseline_and_what_runs_on_never_is(measured):
     runs = measured.found["squeeze_1"]
-    fast = SimpleNamespace(account=SimpleNamespace(goodput=lambda: 1e9))
+    fast = {"goodput_tokens_per_s": 1e9}
     assert best({**runs, "native_256": [fast]}, "native") == "native_256"
     assert best({**runs, "abandon_64": [fast]}, "native") != "abandon_64"
     assert best({}, "native") is None

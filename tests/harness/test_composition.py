@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from harness.client import Frame, Reply, says_the_same
 from harness.composition import FULL, Arm, Composition, Revision, _Grid
 from harness.statistics import Verdict
@@ -25,11 +23,11 @@ def test_answers_may_part_at_a_near_tie_and_nowhere_else():
 
 
 def composed(**ttft_ms):
-    return {arm: Arm(ms, Reply(), None) for arm, ms in ttft_ms.items()}
+    return {arm: Arm(ms, 0) for arm, ms in ttft_ms.items()}
 
 
 def grid(trials):
-    found = _Grid(None, list(trials))
+    found = _Grid(list(trials))
     found._screened = trials
     return found
 
@@ -58,11 +56,7 @@ def test_ours_is_compared_with_the_native_arm_that_is_faster_in_this_cell():
 def test_reductions_are_medians_of_paired_changes():
     arms = ("native_prefix", "invalidate", "inherit", "combined", "trim")
     trials = [composed(native_cold=100.0, **dict.fromkeys(arms, ms)) for ms in (30.0, 40.0, 35.0)]
-    session = SimpleNamespace(seal={})
-    found = Composition()._result(session, {"equal": True}, FULL, trials, grid({}), {})
+    found = Composition()._result({}, {"equal": True}, FULL, trials, grid({}), {})
     assert found.summary["reduction_vs_native_cold.trim"] == 0.65
     assert [target.verdict for target in found.targets] == [Verdict.REACHED, Verdict.REACHED]
-    assert (
-        Composition()._result(session, {"equal": True}, FULL, [], grid({}), {}).targets[0].verdict
-        is Verdict.NOT_REACHED
-    )
+    assert Composition()._result({}, {"equal": True}, FULL, [], grid({}), {}).targets[0].verdict is Verdict.NOT_REACHED

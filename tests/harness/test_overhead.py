@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from harness import overhead
 from harness.client import Frame, Reply
+from harness.ledger import Ledger
 from harness.overhead import Overhead, percent_more, verdict
 from harness.statistics import Bootstrap, Verdict, percentile
 
@@ -42,10 +42,10 @@ class KnownTurns:
 
 
 def run(planned, **idle):
-    bench = overhead._Bench("tiny")
-    bench.sessions.append(SimpleNamespace(checks={"nothing_left": True}, seal={"pins": "abc"}))
-    bench.pairs({"native": Known(), "idle": Known(**idle)}, KnownTurns(), planned, start=0)
-    return overhead._result(Overhead(), bench, USED, 1, planned)
+    ledger = Ledger()
+    bench = overhead._Bench("tiny", ledger)
+    pairs = bench.pairs({"native": Known(), "idle": Known(**idle)}, KnownTurns(), planned, start=0)
+    return overhead._result(Overhead(), overhead._by_server([pairs]), ledger.checks, {"pins": "abc"}, USED, 1, planned)
 
 
 @pytest.fixture
@@ -99,3 +99,12 @@ def test_a_percentile_is_one_of_the_values():
     assert percentile(range(1, 101), 99) == 99
     assert percentile([5.0], 99) == 5.0
     assert percentile([1.0, 9.0], 50) == 1.0
+
+
+def test_pairs_of_an_interrupted_start_belong_to_the_servers_they_were_measured_on():
+    def start(*servers):
+        return {cell: [{"ms": {"native": 1.0}, "server": one} for one in servers] for cell in FEW}
+
+    found = overhead._by_server([start("port 1", "port 1"), start("port 2", "port 3"), start("port 1")])
+    for pairs in found.values():
+        assert [number for number, _ in pairs] == [0, 0, 1, 2, 3]

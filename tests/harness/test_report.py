@@ -267,8 +267,8 @@ def test_what_benches_say_of_their_targets_is_what_is_judged_without_them(tmp_pa
     trial = {arm: {"ttft_ms": ms} for arm, ms in (("cold", 4000.0), ("certified", 105.0), ("native_full_hit", 104.0))}
     session = SimpleNamespace(checks={"equal": True}, seal={})
     inherited = Inheritance(offsets=(4,))._result(session, {4: [trial, trial]}, 2)
-    arm = retirement.Arm(3000.0, 4000.0, None, step_ms=6000.0)
-    ours = retirement.Arm(90.0, 1000.0, None, longest_interval_ms=80.0)
+    arm = retirement.Arm(3000.0, 4000.0, step_ms=6000.0)
+    ours = retirement.Arm(90.0, 1000.0, longest_interval_ms=80.0)
     planned = dict.fromkeys([*retirement.PATHS, *retirement.TAILS], 2)
     trials = {path.name: [retirement.Trial(arm, ours)] * 2 for path in planned}
     retired = retirement._result(trials, {"equal": True}, {}, planned)

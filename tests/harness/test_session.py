@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 
 from harness import session
-from harness.session import Session
+from harness.session import ServerUnsuitable, Session, measuring
 
 NOTHING = {"pinned_blocks": 0, "scoped_requests": 0, "open_transitions": 0, "orphans": 0, "steps_in_flight": 0}
 
@@ -19,7 +19,7 @@ class StandIn(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answers)
-        self.held, self.usage = [NOTHING], 0.0
+        self.held, self.usage, self.tells_cached = [NOTHING], 0.0, True
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -33,8 +33,9 @@ class Answers(BaseHTTPRequestHandler):
             self.say(f'# TYPE x\nvllm:kv_cache_usage_perc{{engine="0",model_name="tiny"}} {self.server.usage}\n')
 
     def do_POST(self):
-        self.rfile.read(int(self.headers["content-length"]))
-        self.say("{}")
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        usage = {"prompt_tokens_details": {"cached_tokens": 0} if self.server.tells_cached else None}
+        self.say(f"data: {json.dumps({'usage': usage})}\n\n" if asked.get("stream") else "{}")
 
     def say(self, text):
         self.send_response(200)
@@ -86,3 +87,19 @@ def test_one_false_observation_outweighs_every_true_one(stand_in):
     for holds in (True, False, True):
         assert found.check("equal", holds) is holds
     assert found.checks == {"equal": False}
+
+
+def test_a_running_server_is_measured_as_it_is_and_must_be_left_as_it_was_found(stand_in, capsys):
+    checks = {}
+    with measuring(stand_in.url, "tiny", ("--max-num-batched-tokens", "2048"), checks) as found:
+        assert (found.url, found.model, found.seal) == (stand_in.url, "tiny", {"pins": "abc"})
+        found.check("equal", True)
+        stand_in.held = [NOTHING | {"orphans": 1}]
+    assert checks == {"equal": True, "nothing_left": False, "pool_as_before": True}
+    assert "--max-num-batched-tokens 2048" in capsys.readouterr().err, "what a server of the bench's own would have had"
+
+
+def test_a_running_server_must_tell_what_was_cached(stand_in):
+    stand_in.tells_cached = False
+    with pytest.raises(ServerUnsuitable, match="--enable-prompt-tokens-details"), measuring(stand_in.url, "t", (), {}):
+        pytest.fail("measured")
