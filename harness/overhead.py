@@ -24,7 +24,7 @@ What could be unfair, and which way:
 - Every turn begins with the other's data in the caches.  Both pay that; it makes a difference between them smaller by
   the share that it takes of a turn.
 - Where a server's memory lies is decided at its start and stays: a second unpatched server differs from the first by a
-  percent or two for as long as both live.  Hence many starts, which are resampled as wholes, and large pages for both.
+  percent or two for as long as both live.  Hence many starts, which are resampled as wholes.
   Whether the C library gives freed memory back, only to fault it in again at the next layer, would depend on accidents
   of each process: both are told to keep it.
 - Decode and prefill must say the same on both servers.  In `mixed` who shares a step with whom depends on timing, and
@@ -67,11 +67,7 @@ STREAMS, STREAM_TOKENS = 8, 7000
 FENCED_PROMPT, INTO_QUANTUM = 4 * QUANTUM, 0.15
 ADVANCED_SCOPES = 10
 SCOPED_PROMPT, SCOPED_TOKENS = 1024, 64
-ALLOCATOR = {
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 SOON = {"retain": {"ttl_s": 0.2}}
 AIM_PCT, BOUND_PCT, ADVANCE_AIM_MS = 0.5, 1.05, 1.0
 BOUNDED = ("decode", "prefill_4k")
