@@ -67,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"no answer from {getattr(args, 'url', 'the server')}: {error}", Exit.UNAVAILABLE)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has left, as `head` does; the interpreter would flush into it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

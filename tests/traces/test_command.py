@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -113,3 +115,14 @@ def test_wrong_usage_leaves_with_2(arguments):
 def test_rows_of_an_extraction_do_not_depend_on_the_order_of_files():
     paths = sorted(map(str, LOGS.iterdir()))
     assert extract(paths).rows == extract(paths[::-1]).rows == extract([str(LOGS)]).rows
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = [sys.executable, "-m", "retire.cli", "traces", "generate", "--seed", "1", "--sessions", "2000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        running.stdout.close()
+        _, said = running.communicate()
+    assert b"Traceback" not in said
+    assert running.returncode == 141
