@@ -13,17 +13,17 @@ says that somebody thought in between: the version is given up, and its successo
 from __future__ import annotations
 
 import json
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Final, Generic, TypeVar
 
 from retire.core.errors import RetireError
 from traces.rows import AUTO_SUBMIT_S, Transition
+from traces.statistics import bursts, densest_rows
 
 T = TypeVar("T")
 TURN_S: Final = 48.0
@@ -63,9 +63,7 @@ class Sizes:
 
     def shared(self, row: Transition, before: int, after: int) -> int:
         """How many of `before` tokens the successor's `after` begin with: one less than these, at most."""
-        share = self.overlap
-        if row.common_prefix_lb is not None and row.prompt_tokens_before:
-            share = row.common_prefix_lb / row.prompt_tokens_before
+        share = self.overlap if row.kept_share is None else row.kept_share
         return max(0, min(round(share * before), before, after - 1))
 
 
@@ -136,7 +134,8 @@ def plan(
     kept = list(rows)
     since_s = float("-inf")
     if window_s is not None and kept:
-        kept, since_s = _densest(kept, window_s)
+        kept = _densest(kept, window_s)
+        since_s = kept[0].t_start_s
     threads: dict[tuple[str, int], list[Transition]] = {}
     for row in sorted(kept, key=lambda row: (row.t_start_s, row.t_abort_s)):
         threads.setdefault((row.source, row.scope), []).append(row)
@@ -169,14 +168,13 @@ def plan(
     return Plan(tuple(versions), *_bursts(versions))
 
 
-def _densest(rows: Sequence[Transition], window_s: float) -> tuple[list[Transition], float]:
-    """The rows of the window of one source with most arrivals, and when it begins."""
-
-    def inside(first: Transition) -> list[Transition]:
-        return [row for row in rows if row.source == first.source and 0 <= row.t_start_s - first.t_start_s <= window_s]
-
-    first = max(sorted(rows, key=lambda row: row.t_start_s), key=lambda row: len(inside(row)))
-    return inside(first), first.t_start_s
+def _densest(rows: Iterable[Transition], window_s: float) -> list[Transition]:
+    """The rows of the window with most arrivals of any source, by their starts."""
+    sources: dict[str, list[Transition]] = {}
+    for row in rows:
+        sources.setdefault(row.source, []).append(row)
+    windows = [densest_rows(of_source, window_s) for of_source in sources.values()]
+    return max(windows, key=lambda window: (len(window), -window[0].t_start_s))
 
 
 _Times = list[tuple[float | None, float]]
@@ -211,14 +209,10 @@ def _bursts(versions: Sequence[Planned]) -> tuple[tuple[float, ...], tuple[tuple
     """Successors that follow each other sooner than in the mean are one burst."""
     successors = sorted((one for one in versions if one.number > 1), key=lambda one: (one.start_s, one.scope))
     gaps_s = [later.start_s - earlier.start_s for earlier, later in pairwise(successors)]
-    mean_s = statistics.fmean(gaps_s) if gaps_s else 0.0
-    bursts = [[successors[0]]]
-    for gap_s, successor in zip(gaps_s, successors[1:], strict=True):
-        if gap_s > mean_s:
-            bursts.append([])
-        bursts[-1].append(successor)
-    finals = [(scope, number) for burst in bursts for scope, number in {one.scope: one.number for one in burst}.items()]
-    return tuple(burst[0].start_s for burst in bursts), tuple(finals)
+    left = iter(successors)
+    found = [list(islice(left, size)) for size in bursts(gaps_s)]
+    finals = [(scope, number) for burst in found for scope, number in {one.scope: one.number for one in burst}.items()]
+    return tuple(burst[0].start_s for burst in found), tuple(finals)
 
 
 # ---------------------------------------------------------------- other work

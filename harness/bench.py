@@ -115,7 +115,7 @@ def _one(experiment: Experiment, asked: Asked, file: Path | None) -> int:
         print(f"retire bench: {error}", file=sys.stderr)
         return 1
     result = from_document(document)
-    print(table(experiment, result, document["manifest"]))
+    print(table(result, document["manifest"], experiment.paper))
     return 0 if result.correct else 1
 
 
@@ -139,7 +139,7 @@ def _every(experiments: Sequence[Experiment], asked: Asked, out: Path) -> int:
             note(traceback.format_exc())
             continue
         result = from_document(document)
-        print(table(experiment, result, document["manifest"]), end="\n\n")
+        print(table(result, document["manifest"], experiment.paper), end="\n\n")
         told[name] = f"{'correct' if result.correct else 'NOT CORRECT'}, {span(time.monotonic() - began)}"
         if not result.correct:
             failed.append(name)
@@ -197,8 +197,8 @@ def _names(known: Mapping[str, Experiment]) -> Any:
     return read
 
 
-def table(experiment: Experiment, result: Result, about: Mapping[str, Any]) -> str:
-    """The result for a terminal."""
+def table(result: Result, about: Mapping[str, Any], paper: str) -> str:
+    """The result for a terminal.  `about`: its manifest.  `paper`: what of the paper it stands beside."""
     rows = [("figure", "paper", "aim", "here", "")]
     rows += [
         (target.key, target.paper, target.aim, shown(result.summary, target.key), target.verdict.value)
@@ -206,7 +206,7 @@ def table(experiment: Experiment, result: Result, about: Mapping[str, Any]) -> s
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     told = {target.key for target in result.targets} | {f"{target.key}_ci95" for target in result.targets}
-    lines = [f"{experiment.name}, beside {experiment.paper} of the paper"]
+    lines = [f"{about['bench']}, beside {paper} of the paper"]
     if result.targets:
         lines += ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += [f"  {key}: {_plain(value)}" for key, value in result.summary.items() if key not in told]

@@ -39,15 +39,13 @@ from functools import partial
 from typing import Any
 
 from harness.client import TIMEOUT_S, Reply, Streaming, http, says_the_same
-from harness.experiment import Cell, Result, Target, figures, join
+from harness.experiment import Cell, Result, Target, figures
 from harness.ledger import Key, Ledger
 from harness.progress import note
-from harness.server import Server, start_side_by_side
-from harness.session import FLAGS, Session
+from harness.session import Session, check, started
 from harness.statistics import Bootstrap, Interval, Verdict, at_least, at_most, holm, median_of_ratios
 from harness.turns import Turns
 from harness.workload import complete, completion, fresh_salt, fresh_scope, passage, record_of
-from retire import models
 
 BLOCK, QUANTUM = 128, 1024
 SHARED, TOTAL, ANSWER_TOKENS, ALTERNATIVES = 7168, 8192, 16, 5
@@ -225,10 +223,7 @@ class _Arm:
         complete(self._url, completion(self._model, ids, 1, cache_salt=fresh_salt()))
 
     def _check(self, point: _Point, name: str, holds: bool) -> None:
-        join(self._checks, {name: holds})
-        point.counts &= holds
-        if not holds:
-            note(f"  NOT {name}: {type(self).__name__} at {point.share:g}")
+        point.counts &= check(self._checks, name, holds, f": {type(self).__name__} at {point.share:g}")
 
 
 class _Native(_Arm):
@@ -300,26 +295,20 @@ class _Limit(_Retained):
 def _start(stack: ExitStack, model: str, checks: dict[str, bool]) -> tuple[dict[str, _Arm], Turns]:
     """The four servers, started side by side."""
     flags = (
-        *FLAGS,
-        *("--served-model-name", model),
         *("--block-size", str(BLOCK)),
         *("--max-num-batched-tokens", str(QUANTUM)),
         *("--kv-cache-memory-bytes", str(1 << 30)),  # less than what the override below takes would stop start-up
         *("--num-gpu-blocks-override", str(POOL_BLOCKS + 1)),  # one is the null block
     )
-    servers = {arm: Server(models.resolve(model), flags, patched=arm != "native_prefix") for arm in ARMS}
-    for server in servers.values():
-        stack.callback(server.close)
-    note(f"starting four servers with {model} ...")
-    start_side_by_side(list(servers.values()))
-    native, hbm, dram, limit = (servers[arm].url for arm in ARMS)
+    servers = stack.enter_context(started(model, flags, [{"patched": arm != "native_prefix"} for arm in ARMS]))
+    native, hbm, dram, limit = (server.url for server in servers)
     arms = (
         _Native(native, model, checks),
         _Retained(hbm, model, checks, "hbm"),
         _Retained(dram, model, checks, "dram"),
         _Limit(limit, model, checks, "hbm"),
     )
-    return dict(zip(ARMS, arms, strict=True)), Turns(servers)
+    return dict(zip(ARMS, arms, strict=True)), Turns(dict(zip(ARMS, servers, strict=True)))
 
 
 Measured = Mapping[float, Sequence[Mapping[str, Mapping[str, float]]]]

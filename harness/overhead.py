@@ -42,23 +42,21 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from harness.client import TIMEOUT_S, Reply, Streaming, http
-from harness.experiment import Cell, Result, Target, figures, join
+from harness.experiment import Cell, Result, Target, figures
 from harness.ledger import Key, Ledger
 from harness.moments import Moments
 from harness.progress import note
-from harness.server import Server, start_side_by_side
-from harness.session import FLAGS, Session, metric
+from harness.session import Session, check, left_as_found, metric, started
 from harness.statistics import Bootstrap, Pairs, Verdict, median_at_most, median_of_ratios, percentile, whether
 from harness.turns import Turns
 from harness.workload import PATIENCE_S, completion, fresh_salt, fresh_scope, passage, record_of
-from retire import models
 
 SAFE_POINTS = "retire:safe_points_total"
 BLOCK, QUANTUM = 128, 1024
@@ -190,33 +188,20 @@ def _servers(
 ) -> Iterator[tuple[dict[str, _Arm], Turns, Mapping[str, str]]]:
     """What they are asked, their turns, and a seal; patched ones are checked for what is left in them."""
     flags = (
-        *FLAGS,
-        *("--served-model-name", model),
         *("--block-size", str(BLOCK)),
         *("--max-num-batched-tokens", str(QUANTUM)),
         *("--kv-cache-memory-bytes", str(1 << 30)),
     )
     names = [*(ARMS[::-1] if swapped else ARMS), *(("always",) if always else ())]
     env = dict.fromkeys(names, ALLOCATOR) | {"always": {**ALLOCATOR, "RETIRE_ARM_MS": "0"}}
-    with ExitStack() as stack:
-        servers = {
-            name: Server(models.resolve(model), flags, patched=name != "native", env=env[name]) for name in names
-        }
-        for server in servers.values():
-            stack.callback(server.close)
-        note(f"starting {len(names)} servers with {model} ...")
-        start_side_by_side(list(servers.values()))
-        usage = {}
-        for name, server in servers.items():
-            if name != "native":
-                session = Session(server.url, model, checks=checks)
-                usage[session] = session.pool_usage()
-        arms = {name: _Arm(server.url, model) for name, server in servers.items()}
-        for arm in arms.values():
-            passage(arm.url, model, SHORT, seed=0)  # tokenised once, while all run
-        yield arms, Turns(servers, TURN_S), next(iter(usage)).seal
-        for session, before in usage.items():
-            session.check_rest(before)
+    with started(model, flags, [{"patched": name != "native", "env": env[name]} for name in names]) as running:
+        servers = dict(zip(names, running, strict=True))
+        sessions = [Session(server.url, model, checks=checks) for name, server in servers.items() if name != "native"]
+        with left_as_found(sessions):
+            arms = {name: _Arm(server.url, model) for name, server in servers.items()}
+            for arm in arms.values():
+                passage(arm.url, model, SHORT, seed=0)  # tokenised once, while all run
+            yield arms, Turns(servers, TURN_S), sessions[0].seal
 
 
 Pair = dict[str, Any]
@@ -232,10 +217,7 @@ class _Bench:
 
     def check(self, name: str, holds: bool) -> bool:
         """Note one observation of a claim."""
-        join(self.ledger.checks, {name: holds})
-        if not holds:
-            note(f"  NOT {name}")
-        return holds
+        return check(self.ledger.checks, name, holds)
 
     def pairs(
         self, arms: Mapping[str, _Arm], turns: Turns, planned: Mapping[str, int], start: int
@@ -494,9 +476,8 @@ def _result(
         found = Bootstrap(percent_more, pairs, groups=[start for start, _ in runs]) if runs else None
         summary |= figures(key, found)
         summary[f"{key}_by_start"] = [
-            percent_more(group)
+            percent_more([(ms["idle"], ms["native"]) for start, ms in runs if start == n])
             for n in sorted({start for start, _ in runs})
-            if (group := [(ms["idle"], ms["native"]) for start, ms in runs if start == n])
         ]
         summary[f"{cell}_pairs"] = len(runs)
         aim = f"≤ {AIM_PCT:g}" + (f", interval ≤ {BOUND_PCT:g}" if cell in BOUNDED else "")

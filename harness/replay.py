@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import httpx
@@ -129,7 +130,7 @@ class Replayed:
     late_s: float = 0.0
     cut: int = 0
 
-    @property
+    @cached_property
     def account(self) -> Account:
         """The run in figures."""
         return Account(

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from harness.arrivals import Pace, Plan, Sizes, arrivals, counted, plan
 from harness.bench import table
 from harness.client import TIMEOUT_S, http
 from harness.experiment import Cell, Result, columns, join
-from harness.ledger import Ledger
 from harness.manifest import manifest
 from harness.progress import note
 from harness.replay import Arm, Replay, Replayed, Site, prompts, summary
@@ -28,21 +27,9 @@ from harness.workload import bearer
 from retire.core.errors import RetireError
 from traces import rows
 
+PAPER = "Figure 6 and Table 9"
 TAIL_S = 10.0
 """How long goodput is counted after the last version has started."""
-
-
-@dataclass(frozen=True)
-class Replaying:
-    """How the result is called."""
-
-    name: str = "replay"
-    paper: str = "Figure 6 and Table 9"
-    own_servers: str = ""
-
-    def run(self, ledger: Ledger, *, quick: bool) -> Result:
-        """Not from here."""
-        raise NotImplementedError(ledger, quick)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             note(f"  {trial + 1}/{options.trials} {arm}: {_line(run)}")
     result = _result(found, planned, window_s, options, seal)
     document = result.document(manifest("replay", result, quick=False))
-    print(table(Replaying(), result, document["manifest"]))
+    print(table(result, document["manifest"], PAPER))
     if options.json:
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 0 if result.correct else 1

@@ -61,10 +61,7 @@ class Session:
 
     def check(self, name: str, holds: bool) -> bool:
         """Note one observation of a claim, which is true when all of them were.  Gives `holds` back."""
-        join(self.checks, {name: holds})
-        if not holds:
-            note(f"  NOT {name}")
-        return holds
+        return check(self.checks, name, holds)
 
     def held(self) -> dict[str, int]:
         """What the engine holds for scopes: pins, requests, open transitions, steps in flight."""
@@ -135,14 +132,21 @@ def serving_side_by_side(
     key: str | None = None,
 ) -> Iterator[list[tuple[Server, Session]]]:
     """One such server for each environment."""
+    with started(model, flags, [{"env": env} for env in envs]) as servers:
+        sessions = [Session(server.url, model, key, checks) for server in servers]
+        with left_as_found(sessions):
+            yield list(zip(servers, sessions, strict=True))
+
+
+@contextmanager
+def started(model: str, flags: Sequence[str], kinds: Sequence[Mapping[str, Any]]) -> Iterator[list[Server]]:
+    """Servers with `FLAGS` and these, started side by side; one for each of `kinds`: what else `Server` is told."""
     command = (*FLAGS, "--served-model-name", model, *flags)
-    servers = [Server(models.resolve(model), command, env=env) for env in envs]
+    servers = [Server(models.resolve(model), command, **kind) for kind in kinds]
     note(f"starting {'a server' if len(servers) == 1 else f'{len(servers)} servers'} with {model} ...")
     try:
         start_side_by_side(servers)
-        sessions = [Session(server.url, model, key, checks) for server in servers]
-        with _left_as_found(sessions):
-            yield list(zip(servers, sessions, strict=True))
+        yield servers
     finally:
         for server in servers:
             server.close()
@@ -162,12 +166,13 @@ def measuring(url: str, model: str, flags: Sequence[str], checks: dict[str, bool
     note(f"measuring {model} at {url}, as it was started; a server of our own would have had {' '.join(flags)}")
     if session.stream([1], 1, fresh_salt()).wait().cached_tokens is None:
         raise ServerUnsuitable("the server does not tell what was cached: start it with --enable-prompt-tokens-details")
-    with _left_as_found([session]):
+    with left_as_found([session]):
         yield session
 
 
 @contextmanager
-def _left_as_found(sessions: Sequence[Session]) -> Iterator[None]:
+def left_as_found(sessions: Sequence[Session]) -> Iterator[None]:
+    """At the end each server is checked for what is left in it.  For whoever starts servers of his own."""
     usages = [session.pool_usage() for session in sessions]
     yield
     for session, usage in zip(sessions, usages, strict=True):
@@ -196,6 +201,14 @@ def served_at(url: str, model: str | None = None) -> dict[str, Any]:
     if lengths[model] < MODEL_LEN:
         raise ServerUnsuitable(f"{model} at {url} takes {lengths[model]} tokens: {MODEL_LEN} are needed")
     return {"model": model, "length_tokens": lengths[model], "seal": status.json()["seal"]}
+
+
+def check(checks: dict[str, bool], name: str, holds: bool, where: str = "") -> bool:
+    """Join one observation of a claim into `checks`; say on stderr, with `where`, that it failed.  Gives `holds`."""
+    join(checks, {name: holds})
+    if not holds:
+        note(f"  NOT {name}{where}")
+    return holds
 
 
 def metric(url: str, name: str) -> float:

@@ -94,28 +94,15 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     serve.set_defaults(run=_serve, takes_rest=True)
 
-    demo = commands.add_parser("demo", add_help=False, allow_abbrev=False, help="see a supersede happen")
-    demo.set_defaults(run=_demo, takes_rest=True)
-
-    bench = commands.add_parser(
-        "bench", add_help=False, allow_abbrev=False, help="run one of the paper's experiments on this machine"
-    )
-    bench.set_defaults(run=_bench, takes_rest=True)
-
-    replay = commands.add_parser(
-        "replay", add_help=False, allow_abbrev=False, help="recorded interruptions against a running server"
-    )
-    replay.set_defaults(run=_replay, takes_rest=True)
-
-    report = commands.add_parser(
-        "report", add_help=False, allow_abbrev=False, help="show results of experiments beside the paper"
-    )
-    report.set_defaults(run=_report_results, takes_rest=True)
-
-    traces = commands.add_parser(
-        "traces", add_help=False, allow_abbrev=False, help="recorded interruptions: extract, look at, generate"
-    )
-    traces.set_defaults(run=_traces, takes_rest=True)
+    for name, run, about in (
+        ("demo", _demo, "see a supersede happen"),
+        ("bench", _bench, "run one of the paper's experiments on this machine"),
+        ("replay", _replay, "recorded interruptions against a running server"),
+        ("report", _report_results, "show results of experiments beside the paper"),
+        ("traces", _traces, "recorded interruptions: extract, look at, generate"),
+    ):  # they read their own flags
+        own = commands.add_parser(name, add_help=False, allow_abbrev=False, help=about)
+        own.set_defaults(run=run, takes_rest=True)
 
     supersede = commands.add_parser("supersede", help="revoke a scope's current epoch")
     supersede.add_argument("scope", metavar="SCOPE")

@@ -95,6 +95,13 @@ class Transition:
             return None
         return self.prompt_tokens_after - self.prompt_tokens_before
 
+    @property
+    def kept_share(self) -> float | None:
+        """What of the old prompt's tokens the successor begins with, at least; output that it keeps counts as well."""
+        if self.common_prefix_lb is None or not self.prompt_tokens_before:
+            return None
+        return self.common_prefix_lb / self.prompt_tokens_before
+
     def to_json(self) -> str:
         """One line, without its end.  Times are rounded to milliseconds."""
         row: dict[str, Any] = {}

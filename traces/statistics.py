@@ -23,12 +23,6 @@ WINDOW_S: Final = 120.0
 PERCENTS: Final = (10, 25, 50, 75, 90, 99)
 
 
-def _share(row: Transition) -> float | None:
-    if row.common_prefix_lb is None or not row.prompt_tokens_before:
-        return None
-    return row.common_prefix_lb / row.prompt_tokens_before
-
-
 _MEASURES: Final[dict[str, Callable[[Transition], float | None]]] = {
     "gap_s": lambda row: row.gap_s,
     "aborted_turn_s": lambda row: row.aborted_turn_s,
@@ -37,7 +31,7 @@ _MEASURES: Final[dict[str, Callable[[Transition], float | None]]] = {
     "prompt_tokens_after": lambda row: row.prompt_tokens_after,
     "delta_tokens": lambda row: row.delta_tokens,
     "output_tokens_before": lambda row: row.output_tokens_before,
-    "common_prefix_share": _share,
+    "common_prefix_share": lambda row: row.kept_share,
 }
 
 
@@ -81,8 +75,8 @@ class Window:
     bursts: tuple[int, ...]
 
 
-def densest(rows: Iterable[Transition], window_s: float = WINDOW_S) -> Window | None:
-    """The window of a source with most arrivals, the earliest of several.  None: there are no rows."""
+def densest_rows(rows: Iterable[Transition], window_s: float) -> list[Transition]:
+    """Rows of one source that arrive in its window with most arrivals, the earliest of several, by their starts."""
     ordered = sorted(rows, key=lambda row: row.t_start_s)
     first = last = best = 0
     for end, row in enumerate(ordered, start=1):
@@ -90,16 +84,22 @@ def densest(rows: Iterable[Transition], window_s: float = WINDOW_S) -> Window | 
             first += 1
         if end - first > last - best:
             best, last = first, end
-    inside = ordered[best:last]
+    return ordered[best:last]
+
+
+def densest(rows: Iterable[Transition], window_s: float = WINDOW_S) -> Window | None:
+    """The window of a source with most arrivals, the earliest of several.  None: there are no rows."""
+    inside = densest_rows(rows, window_s)
     if not inside:
         return None
     gaps_s = inter_arrivals_s(inside)
     return Window(
-        inside[0].t_start_s, len(inside), len({row.scope for row in inside}), variation(gaps_s), _bursts(gaps_s)
+        inside[0].t_start_s, len(inside), len({row.scope for row in inside}), variation(gaps_s), bursts(gaps_s)
     )
 
 
-def _bursts(gaps_s: Sequence[float]) -> tuple[int, ...]:
+def bursts(gaps_s: Sequence[float]) -> tuple[int, ...]:
+    """How many belong to each burst: what follows sooner than in the mean is of the same."""
     sizes = [1]
     mean_s = statistics.fmean(gaps_s) if gaps_s else 0.0
     for gap_s in gaps_s:

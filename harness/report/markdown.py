@@ -49,9 +49,8 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _section(section: Section) -> Iterator[str]:
-    kind = "quick run" if section.run.quick else "full run"
     yield from ("", f"## {escaped(section.title)}: {escaped(section.place)}", "")
-    yield f"`retire bench`, {escaped(section.bench)}, {kind}. {escaped(section.asks)}".rstrip()
+    yield f"`retire bench`, {escaped(section.bench)}, {section.run.kind}. {escaped(section.asks)}".rstrip()
     if section.failed or not section.checks:
         yield from ("", f"**Does not count.** Failed: {escaped(', '.join(section.failed) or 'it checked nothing')}.")
     if section.rows:

@@ -42,6 +42,11 @@ class Run:
         return self.manifest.get("quick") is True
 
     @property
+    def kind(self) -> str:
+        """The same in words."""
+        return "quick run" if self.quick else "full run"
+
+    @property
     def correct(self) -> bool:
         """Whether it counts: there were checks, and all passed."""
         return bool(self.checks) and all(self.checks.values())

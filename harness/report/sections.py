@@ -279,7 +279,7 @@ def _manifest(run: Run) -> dict[str, str]:
     """In an order of ours; `date` and the kind of run first."""
     manifest = run.manifest
     rest = [key for key in manifest if key not in {*_MANIFEST_FIRST, "bench", "quick", "date"}]
-    told = {"run": _kind(run), "date": _date(run)}
+    told = {"run": run.kind, "date": _date(run)}
     for key in [*_MANIFEST_FIRST, *rest]:
         if key in manifest:
             told[words(key.removesuffix("_bytes"))] = _told(key, manifest[key])
@@ -294,11 +294,7 @@ def _told(key: str, value: Any) -> str:
 
 def _why_not(run: Run, shown: Run) -> str:
     better = "full" if run.quick and not shown.quick else "newer"
-    return f"{_kind(run)} of {run.bench}, {_date(run)}: there is a {better} one"
-
-
-def _kind(run: Run) -> str:
-    return "quick run" if run.quick else "full run"
+    return f"{run.kind} of {run.bench}, {_date(run)}: there is a {better} one"
 
 
 def _date(run: Run) -> str:

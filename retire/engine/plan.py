@@ -94,12 +94,16 @@ class Receipt:
     def cut_of(self, request: RequestId) -> Cut | None:
         """The last cut that took some of the request's rows, else the last decision to keep them; None: none fell."""
         mine = [cut for cut in self.cuts if cut.request == request]
-        return next((cut for cut in reversed(mine) if cut.choice is not Choice.KEEP), mine[-1] if mine else None)
+        return self._shortening(request) or (mine[-1] if mine else None)
+
+    def _shortening(self, request: RequestId) -> Cut | None:
+        """The last cut that took some of the request's rows."""
+        mine = (cut for cut in reversed(self.cuts) if cut.request == request)
+        return next((cut for cut in mine if cut.choice is not Choice.KEEP), None)
 
     def cut_short(self, request: RequestId) -> bool:
         """Whether some of the request's rows were not computed: what is launched on top of them counts for nothing."""
-        cut = self.cut_of(request)
-        return cut is not None and cut.choice is not Choice.KEEP
+        return self._shortening(request) is not None
 
     def phase_of(self, request: RequestId) -> Phase | None:
         """In whose forward something ended for the request: some of its rows, else the step; None: nothing did."""
@@ -108,5 +112,5 @@ class Receipt:
 
     def obsolete_closed_ns(self, request: RequestId) -> int:
         """When no row of the request was computed that nobody had a use for."""
-        cut = self.cut_of(request)
-        return cut.at_ns if cut is not None and self.cut_short(request) else self.ended_ns
+        cut = self._shortening(request)
+        return self.ended_ns if cut is None else cut.at_ns

@@ -71,8 +71,7 @@ class StepGuard:
         self._over = False  # whether nobody is current in a step that can only stop as a whole
         self._guesses = False  # whether the running pass is over guessed tokens
         self._cuts: list[Cut] = []
-        self._ended_ns = self._safe_points = 0
-        self._longest_ns = self._longest_of_pass_ns = 0
+        self._ended_ns = self._safe_points = self._longest_ns = 0
         self.stopped = False
         self._last_ns = time.monotonic_ns()
 
@@ -115,7 +114,7 @@ class StepGuard:
         """What lies between two passes, sampling above all, is an interval between safe points; not one of layers."""
         if self._ahead is None:  # else the device may be anywhere since the step began
             self._reached(time.monotonic_ns())
-        self._longest_of_pass_ns = 0
+        self.fine = False
 
     def disarm(self) -> None:
         """No safe point is live until the next forward."""
@@ -140,19 +139,16 @@ class StepGuard:
 
     def attention_point(self, name: str) -> None:
         """Before an attention operation of that layer.  Where rows cannot be cut out, steps are decided upon here."""
-        if self._pass is not None and not self._guesses:
+        if self._pass is not None:
             self.safe_point()
             return
-        began = name != self._attention
+        before, self._attention = self._attention, name
+        self._pass_point(layer=name != before)
         if self._guesses:
-            self._attention = name
-            self._pass_point(layer=began)
             self._drop_guesses()
             return
-        if began and self._attention:
+        if before not in ("", name):
             self._layer = min(self._layer + 1, self._layers - 1)
-        self._attention = name
-        self._pass_point(layer=began)
         self._miss()
         self._decide(self._wanted_now())
 
@@ -162,7 +158,7 @@ class StepGuard:
         All rows of the plan are written by then, so the frontier stays where it is.
         """
         self.armed = self._guesses = True
-        self._attention = ""
+        self._pass, self._attention = None, ""
         self._begin_pass()
         self.safe_point()
 
@@ -178,10 +174,9 @@ class StepGuard:
     def _pass_point(self, *, layer: bool = True) -> None:
         self._safe_points += 1
         if self._ahead is None:
-            before_ns, now_ns = self._last_ns, time.monotonic_ns()
+            now_ns = time.monotonic_ns()
+            self.fine = self.fine or now_ns - self._last_ns >= FINE_NS
             self._reached(now_ns)
-            self._longest_of_pass_ns = max(self._longest_of_pass_ns, now_ns - before_ns)
-            self.fine = self._longest_of_pass_ns >= FINE_NS
         elif layer and (reached_ns := self._ahead.layer_point()) is not None:
             self._reached(reached_ns)
 
