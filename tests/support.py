@@ -39,6 +39,24 @@ def said(url: str, body: dict[str, Any], **headers: str) -> str:
     return text
 
 
+def decoding_beside(url: str, scope: str, count: int, tokens: int) -> tuple[list[str], list[Streaming]]:
+    """What so many requests say when each is alone, and the same requests as they begin to run together.
+
+    Every second one is in a scope of its own.
+    """
+    prompts = [text_ids(url, 40 + 17 * n, seed=4000 + n) for n in range(count)]
+    alone = [said(url, completion(ids, tokens, cache_salt=fresh_salt())) for ids in prompts]
+    together = [
+        Streaming(
+            url,
+            completion(ids, tokens, cache_salt=fresh_salt()),
+            {"X-Retire-Scope": f"{scope}-beside-{n}"} if n % 2 else {},
+        )
+        for n, ids in enumerate(prompts)
+    ]
+    return alone, together
+
+
 def clean_run(url: str, ids: list[int], reused: int, tokens: int = 16) -> str:
     """What a run says that reuses the first `reused` tokens from a completed predecessor, in a cache of its own."""
     salt = fresh_salt()

@@ -19,6 +19,7 @@ from tests.conftest import leak_checked
 from tests.support import (
     clean_run,
     completion,
+    decoding_beside,
     fresh_salt,
     prefill_s,
     record_of,
@@ -84,16 +85,7 @@ def test_a_successor_says_what_a_clean_run_says_when_a_step_was_cut_with_another
 def test_versions_that_end_while_they_decode_leave_what_was_said(ahead, scope):
     """With tokens on their way, and requests beside it that have nothing to do with it."""
     url = ahead.url
-    prompts = [text_ids(url, 40 + 17 * n, seed=4000 + n) for n in range(3)]
-    alone = [said(url, completion(ids, 200, cache_salt=fresh_salt())) for ids in prompts]
-    beside = [
-        Streaming(
-            url,
-            completion(ids, 200, cache_salt=fresh_salt()),
-            {"X-Retire-Scope": f"{scope}-beside-{n}"} if n % 2 else {},
-        )
-        for n, ids in enumerate(prompts)
-    ]
+    alone, beside = decoding_beside(url, scope, 3, 200)
     for attempt in range(4):
         ids = text_ids(url, 900, seed=600 + attempt)
         old, new = completion([*ids, 1], 400), completion([*ids, 2], 16)

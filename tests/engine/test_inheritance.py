@@ -11,6 +11,7 @@ from harness.client import Streaming
 from tests.support import (
     clean_run,
     completion,
+    decoding_beside,
     fresh_salt,
     record_of,
     said,
@@ -53,16 +54,7 @@ def test_a_successor_adopts_what_a_cut_step_completed_and_says_what_a_clean_run_
 def test_rows_of_others_do_not_notice_that_a_step_beside_them_is_trimmed(either, scope):
     """Half a dozen requests decode, without a scope and in other ones, while prefills beside them are cut."""
     url = either.url
-    prompts = [text_ids(url, 40 + 17 * n, seed=4000 + n) for n in range(6)]
-    alone = [said(url, completion(ids, 400, cache_salt=fresh_salt())) for ids in prompts]
-    beside = [
-        Streaming(
-            url,
-            completion(ids, 400, cache_salt=fresh_salt()),
-            {"X-Retire-Scope": f"{scope}-beside-{n}"} if n % 2 else {},
-        )
-        for n, ids in enumerate(prompts)
-    ]
+    alone, beside = decoding_beside(url, scope, 6, 400)
     for stream in beside:
         stream.wait_for_text(1)
     choices = []
