@@ -43,7 +43,10 @@ def served(model: str, flags: tuple[str, ...] = TINY_FLAGS, **more: Any) -> Iter
 
 def all_served(made: Mapping[str, tuple[str, dict[str, Any], tuple[str, ...]]]) -> Iterator[dict[str, Server]]:
     """Servers by name, made of (model, `Server`'s keyword arguments, flags), for as long as the fixture lives."""
-    servers = {name: Server(models.resolve(model), flags, **more) for name, (model, more, flags) in made.items()}
+    servers = {
+        name: Server(models.resolve(model), flags, **{"preforked": True, **more})
+        for name, (model, more, flags) in made.items()
+    }
     try:
         start_side_by_side(list(servers.values()))
         yield servers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from harness import workload
 from harness.client import Reply, Streaming, http
@@ -70,6 +71,26 @@ def prefill_s(url: str, ids: list[int]) -> float:
     return workload.prefill_s(url, MODEL, ids)
 
 
+def wait_for_scope(url: str, scope: str, epoch: int = 1) -> None:
+    """Until the scope is at this epoch: on a machine that stands still, what was sent long ago may not have arrived."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        answer = http.get(f"{url}/scopes/{quote(scope, safe='')}")
+        if answer.status_code == 200 and answer.json()["epoch"] >= epoch:
+            return
+        assert time.monotonic() < deadline, f"{scope} never came to epoch {epoch}: {answer.text}"
+        time.sleep(0.005)
+
+
+def stated_chars(record: dict[str, Any]) -> int:
+    """How many characters the record says had been published when authority moved.
+
+    A client that has received as many has received nothing afterwards.  Its own clock can't tell that: what has
+    arrived may be read late.
+    """
+    return sum(choice["chars"] for version in record["published"] for choice in version["choices"])
+
+
 @dataclass
 class Handover:
     """One supersede and what came of it."""
@@ -93,9 +114,10 @@ def supersede(
     after_s: float,
     contract: str | None = None,
 ) -> Handover:
-    """Start `old` in the scope, supersede it by `new` after a while, wait for both."""
+    """Start `old` in the scope, supersede it by `new` after a while (or as soon as it is there), wait for both."""
     first = Streaming(url, old, {"X-Retire-Scope": scope})
-    time.sleep(after_s)
+    wait_for_scope(url, scope)
+    time.sleep(max(0.0, first.reply.sent_at + after_s - time.monotonic()))
     headers = {"X-Retire-Scope": scope, "X-Retire-Supersedes": "*"}
     if contract is not None:
         headers["X-Retire-Contract"] = contract

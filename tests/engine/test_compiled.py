@@ -13,7 +13,9 @@ from tests.support import clean_run, completion, supersede_inside_a_step, text_i
 
 @pytest.fixture(scope="module")
 def compiled_server() -> Iterator[Server]:
-    yield from served("tiny-llama", tuple(f for f in TINY_FLAGS if f != "--enforce-eager"), env=SHORT_PINS)
+    yield from served(
+        "tiny-llama", tuple(f for f in TINY_FLAGS if f != "--enforce-eager"), env=SHORT_PINS, preforked=False
+    )
 
 
 @pytest.fixture

@@ -24,7 +24,9 @@ ALWAYS_ARMED = {**SHORT_PINS, "RETIRE_ARM_MS": "0"}
 
 @pytest.fixture(scope="module", params=["0", "1"], ids=["V1", "V2"])
 def device_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    yield from served("smollm2", FLAGS, env={**ALWAYS_ARMED, "VLLM_USE_V2_MODEL_RUNNER": request.param})
+    yield from served(
+        "smollm2", FLAGS, env={**ALWAYS_ARMED, "VLLM_USE_V2_MODEL_RUNNER": request.param}, preforked=False
+    )
 
 
 @pytest.fixture

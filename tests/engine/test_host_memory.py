@@ -20,6 +20,7 @@ from tests.support import (
     record_of,
     said,
     text_ids,
+    wait_for_scope,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -177,12 +178,14 @@ def test_a_request_that_is_superseded_in_the_queue_leaves_its_scope_usable(serve
     for one in busy:
         one.wait_for_text(1)
     queued = Streaming(server.url, completion(text_ids(server.url, 300, 50), 8), {"X-Retire-Scope": scope})
+    wait_for_scope(server.url, scope)
     time.sleep(0.2)
     newest = Streaming(
         server.url,
         completion(text_ids(server.url, 300, 51), 8),
         {"X-Retire-Scope": scope, "X-Retire-Supersedes": "1", "X-Retire-Contract": '{"retain": {"tier": "dram"}}'},
     )
+    wait_for_scope(server.url, scope, 2)
     time.sleep(0.2)
     for one in busy:
         one.leave()

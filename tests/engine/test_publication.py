@@ -11,7 +11,7 @@ from harness.client import Streaming, http
 from harness.server import Server
 from retire import models
 from tests.conftest import SHORT_PINS, TINY_FLAGS
-from tests.support import clean_run, completion, fresh_salt, prefill_s, said, text_ids
+from tests.support import clean_run, completion, fresh_salt, prefill_s, said, text_ids, wait_for_scope
 
 BLOCK = 32
 UNSAFE = '''
@@ -40,6 +40,7 @@ def stop_a_step_and_read_behind_it(server: Server, seed: int) -> tuple[str, str,
     scope = f"publication-{seed}-{time.monotonic_ns()}"
     whole_s = min(prefill_s(server.url, ids) for _ in range(2))
     stream = Streaming(server.url, completion(ids, cache_salt=salt), {"X-Retire-Scope": scope})
+    wait_for_scope(server.url, scope)
     time.sleep(whole_s * (0.2 + 0.6 * ((seed * 0.618) % 1)))
     answer = http.post(
         f"{server.url}/supersede",
@@ -72,7 +73,8 @@ def test_a_reader_behind_a_stopped_step_equals_a_clean_run(server):
 @pytest.mark.slow
 def test_without_publication_at_receipt_the_reader_answers_gibberish(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(UNSAFE)
-    unsafe = Server(models.resolve("tiny-llama"), TINY_FLAGS, env={**SHORT_PINS, "PYTHONPATH": str(tmp_path)})
+    env = {**SHORT_PINS, "PYTHONPATH": str(tmp_path)}
+    unsafe = Server(models.resolve("tiny-llama"), TINY_FLAGS, env=env, preforked=True)
     try:
         unsafe.start()
         for seed in range(40, 56):

@@ -331,7 +331,7 @@ def test_sixty_requests_at_once_all_superseded_leave_a_healthy_server(server, sc
 def own_server(state_dir):
     """A server of one's own, whose API process outlives its engine so that it can be asked."""
     env = {"VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1"}
-    return Server(models.resolve("tiny-llama"), TINY_FLAGS, env=env, state_dir=state_dir)
+    return Server(models.resolve("tiny-llama"), TINY_FLAGS, env=env, state_dir=state_dir, preforked=True)
 
 
 @pytest.mark.slow

@@ -417,7 +417,10 @@ def untellable(tmp_path_factory):
         path = tmp_path_factory.mktemp("untellable") / "tenants.toml"
         path.write_text(file)
         servers[name] = Server(
-            models.resolve("tiny-llama"), (*TINY_FLAGS, *flags), env={**env, "RETIRE_TENANTS": str(path)}
+            models.resolve("tiny-llama"),
+            (*TINY_FLAGS, *flags),
+            env={**env, "RETIRE_TENANTS": str(path)},
+            preforked=True,
         )
     yield from all_failed(servers)
 
