@@ -71,6 +71,18 @@ def install() -> Seal:
     return _seal
 
 
+def switch(layers: str, *, live: bool) -> None:
+    """Put the safe points of "attention" or "linear" layers into this sealed process's vLLM, or take them out.
+
+    Raises:
+        SeamError: unpatched, or somebody else's code stands in their place.
+    """
+    require()
+    from vllm_patches import switch
+
+    switch(layers, live=live)
+
+
 def doctor() -> int:
     """Print what this installation is made of; 0 when a server could start, 1 when not."""
     import vllm

@@ -38,6 +38,10 @@ MODULES = (
     "seeded_sample",
     "seeded_bookkeeping",
 )
+SAFE_POINTS = {
+    "attention": ("attention_safe_point",),
+    "linear": ("column_linear_safe_point", "row_linear_safe_point"),
+}
 PINS = Path(__file__).with_name("pins.toml")
 
 
@@ -82,6 +86,12 @@ def install_all() -> dict[str, str]:
             step()
         raise
     return pins()
+
+
+def switch(layers: str, *, live: bool) -> None:
+    """Put the safe points of attention or linear layers in, or take them out: passes that need none pay for none."""
+    for name in SAFE_POINTS[layers]:
+        _seam.switch(importlib.import_module(f"{__name__}.{name}").SEAM, live=live)
 
 
 def write_pins() -> None:

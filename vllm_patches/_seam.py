@@ -23,6 +23,7 @@ from retire.core.errors import SeamError
 
 MARK = "__retire_seam__"
 UPSTREAM = ("vllm", "torch")
+_swapped: dict[str, Any] = {}  # target -> what took its place
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,27 @@ def swap(seam: Seam) -> Callable[[], None]:
         functools.update_wrapper(replacement, original)
     setattr(replacement, MARK, seam.target)
     setattr(owner, name, replacement)
+    _swapped[seam.target] = replacement
 
     def undo() -> None:
+        del _swapped[seam.target]
         if original is None:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
 
     return undo
+
+
+def switch(seam: Seam, *, live: bool) -> None:
+    """Put the replacement of an installed wrap in place, or what it replaced.
+
+    Raises:
+        SeamError: neither stands there, so that a third package's code would be lost.
+    """
+    owner, name = _owner(seam.target)
+    replacement = _swapped[seam.target]
+    original = replacement.__wrapped__
+    if vars(owner).get(name) not in (replacement, original):
+        raise SeamError(f"{seam.target} has been wrapped or replaced by another package since")
+    setattr(owner, name, replacement if live else original)

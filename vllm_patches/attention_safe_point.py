@@ -3,7 +3,8 @@ Process: worker    Kind: wrap
 Why: between two layers nothing in vLLM asks whether the step is still wanted.
 Delta: in an armed step every look-up of an attention layer's context is a safe point (twice a layer where the
     back end writes KV separately), in eager and in compiled mode.  A step whose rows cannot be cut out is decided
-    upon here.
+    upon here.  Taken out between armed passes: vLLM's attention operations look the function up at every call.  A
+    module that has imported its name keeps what it found.
 No seam: none exists inside a forward pass.
 Remove: when vLLM has a per-layer hook that works in compiled graphs.
 """

@@ -2,7 +2,7 @@
 Process: worker    Kind: wrap
 Why: attention safe points stand next to each other, once a layer; a long step's layer takes longer than a fence may.
 Delta: in an armed eager step whose layers are long, the start of every such linear layer (query-key-value, gate and
-    up) is a safe point.
+    up) is a safe point.  Taken out where none is asked.
 No seam: forward hooks on modules would cost every step, armed or not, and compiled graphs refuse them.
 Remove: together with attention_safe_point.
 """

@@ -3,7 +3,7 @@ Process: worker    Kind: wrap
 Why: a draft model computes all rows of a step once more, and its layers hold KV in the same blocks; nothing stops it
     when nobody wants the rows any longer.
 Delta: a step that has stopped drafts nothing; in one that has not, the draft model's pass over the step's rows is
-    guarded like the target's, under the same plan and receipt.
+    guarded like the target's, under the same plan and receipt, and its layers find no KV connector either.
 No seam: the drafter calls its model itself, and its class is named in the runner.
 Remove: when the runner takes the drafter's class from the configuration.
 """
@@ -19,9 +19,11 @@ from vllm_patches._seam import Seam
 def build(original: Callable[..., Any]) -> Callable[..., Any]:
     """Guard the drafter's passes."""
     from retire.engine.forward import drafted
+    from retire.engine.tier import unknown_to_layers
 
     def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return drafted(self, lambda: original(self, *args, **kwargs))
+        with unknown_to_layers():
+            return drafted(self, lambda: original(self, *args, **kwargs))
 
     return propose_draft_token_ids
 

@@ -2,7 +2,7 @@
 Process: worker    Kind: wrap
 Why: the worker has no notion of which request a row belongs to once a step runs, so nothing can stop it.
 Delta: the step's plan is handed to the guard before the step starts; model runner V2, which calls its model in the
-    middle of a step, finds the model's own forward guarded meanwhile.
+    middle of a step, finds the model's own forward guarded meanwhile, and its layers find no KV connector.
 No seam: worker_extension_cls may only add methods, not run before one.
 Remove: when vLLM calls a hook with the scheduler output before each model step, and both runners have a method for
     the forward that a subclass can take over.
@@ -20,6 +20,7 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
     """Begin the guarded step, then run it."""
     from retire.engine.forward import draft_model
     from retire.engine.second_runner import model_guarded
+    from retire.engine.tier import unknown_to_layers
     from retire.engine.worker import guard
 
     def execute_model(self: Any, scheduler_output: Any) -> Any:
@@ -27,7 +28,7 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
         guard().begin(getattr(scheduler_output, "retire_plan", None), drafts=drafts)
         if not self.use_v2_model_runner:
             return original(self, scheduler_output)
-        with model_guarded(self.model_runner):
+        with unknown_to_layers(), model_guarded(self.model_runner):
             return original(self, scheduler_output)
 
     return execute_model

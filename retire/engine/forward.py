@@ -76,8 +76,8 @@ def drafted(runner: Any, propose: Callable[[], Any]) -> Any:
     def guesses(inputs: dict[str, Any]) -> Any:
         if not step.wanted:
             return forward(**inputs)
-        step.arm_guesses()
         try:
+            step.arm_guesses()
             return forward(**inputs)
         finally:
             step.disarm()

@@ -36,8 +36,8 @@ def model_guarded(runner: Any) -> Iterator[None]:
     def stoppable(**inputs: Any) -> Any:
         if inputs.get("inputs_embeds") is not None:
             return forward(**inputs)
-        step.arm(max(1, len(loop.layers)))
         try:
+            step.arm(max(1, len(loop.layers)))
             return forward(**inputs)
         except StepFenced:
             rows, hidden = inputs["input_ids"].shape[0], runner.model_config.get_hidden_size()

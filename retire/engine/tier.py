@@ -9,9 +9,12 @@ asynchronous load in upstream's sense: the request waits without rows until ever
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -107,7 +110,7 @@ class RetireTier(KVConnectorBase_V1, SupportsHMA):
         self.worker.take(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: Orders) -> None:
-        """Nothing: they are taken already.  As long as there are none, attention layers skip their two hooks."""
+        """Nothing: they are taken already."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: transfers began before the step."""
@@ -139,6 +142,16 @@ class RetireTier(KVConnectorBase_V1, SupportsHMA):
         worker: TierWorker | None = getattr(self, "worker", None)
         if worker is not None:
             worker.close()
+
+
+@contextmanager
+def unknown_to_layers() -> Iterator[None]:
+    """While this is open vLLM knows of no connector: every attention layer would look up two hooks that do nothing."""
+    known, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
+    try:
+        yield
+    finally:
+        kv_transfer_state._KV_CONNECTOR_AGENT = known
 
 
 def page_bytes(kv_cache_config: Any) -> tuple[int, ...]:

@@ -39,17 +39,32 @@ class Pass(Protocol):
         """From the coming layer on compute only so many leading rows of these requests."""
 
 
+class Switch(Protocol):
+    """Puts the safe points of "attention" or "linear" layers into the model's code, and takes them out."""
+
+    def __call__(self, layers: str, *, live: bool) -> None:
+        """`live`: they are in."""
+
+
 class StepGuard:
     """One per worker process.  `patience`: for so many layers a row limit that nobody has set yet is waited for.
-    `ahead`: None where the host is the device.
+    `ahead`: None where the host is the device.  `switch`: called when safe points become live and when they no longer
+    are; those that are not live need not be there.  None: they are always there.
 
     `armed`: the attention layers' safe points are live.  `fine`: so are those of linear layers; never without `armed`.
     `stopped`: the step has ended at a safe point.
     """
 
-    def __init__(self, table: AuthorityTable, patience: int = 0, ahead: RunAhead | None = None) -> None:
-        self.armed = False
-        self.fine = False
+    def __init__(
+        self,
+        table: AuthorityTable,
+        patience: int = 0,
+        ahead: RunAhead | None = None,
+        switch: Switch | None = None,
+    ) -> None:
+        self.armed = self.fine = True  # as installed
+        self._switch = switch
+        self._live(armed=False)
         self._table = table
         self._patience = patience
         self._ahead = ahead
@@ -91,6 +106,15 @@ class StepGuard:
         """Whether the step was launched before the one was cut that it builds on: its rows count for nothing."""
         return self._holes.get(rows.request, rows.start) < rows.start
 
+    def _live(self, *, armed: bool, fine: bool = False) -> None:
+        """From here on these safe points are live: see the class."""
+        if self._switch is not None:
+            if armed != self.armed:
+                self._switch("attention", live=armed)
+            if fine != self.fine:
+                self._switch("linear", live=fine)
+        self.armed, self.fine = armed, fine
+
     @property
     def wanted(self) -> bool:
         """Whether the step's forward is to be armed."""
@@ -101,7 +125,7 @@ class StepGuard:
 
         `running`: all rows of the step; None where none can be cut out.
         """
-        self.armed = self.wanted
+        self._live(armed=self.wanted)
         self._pass, self._phase, self._attention = running, phase, ""
         self._first = self._layer = self._layers
         self._layers += layers
@@ -114,11 +138,11 @@ class StepGuard:
         """What lies between two passes, sampling above all, is an interval between safe points; not one of layers."""
         if self._ahead is None:  # else the device may be anywhere since the step began
             self._reached(time.monotonic_ns())
-        self.fine = False
 
     def disarm(self) -> None:
         """No safe point is live until the next forward."""
-        self.armed = self.fine = self._guesses = False
+        self._live(armed=False)
+        self._guesses = False
 
     def layer_point(self, layer: int) -> None:
         """Before decoder layer number `layer` of the running pass: decide, and cut or raise StepFenced."""
@@ -157,7 +181,8 @@ class StepGuard:
 
         All rows of the plan are written by then, so the frontier stays where it is.
         """
-        self.armed = self._guesses = True
+        self._live(armed=True)
+        self._guesses = True
         self._pass, self._attention = None, ""
         self._begin_pass()
         self.safe_point()
@@ -175,7 +200,8 @@ class StepGuard:
         self._safe_points += 1
         if self._ahead is None:
             now_ns = time.monotonic_ns()
-            self.fine = self.fine or now_ns - self._last_ns >= FINE_NS
+            if not self.fine and now_ns - self._last_ns >= FINE_NS:
+                self._live(armed=self.armed, fine=True)
             self._reached(now_ns)
         elif layer and (reached_ns := self._ahead.layer_point()) is not None:
             self._reached(reached_ns)
@@ -345,4 +371,4 @@ def guard() -> StepGuard:
     """The guard of this worker process.  Raises SeamError when the process is not patched."""
     seal.require()
     settings = Settings.from_env()
-    return StepGuard(home.table(), settings.limit_patience, run_ahead(settings.window_layers))
+    return StepGuard(home.table(), settings.limit_patience, run_ahead(settings.window_layers), seal.switch)

@@ -135,6 +135,19 @@ def test_a_drafter_stops_at_its_next_pass_or_inside_the_long_one(
     assert "forward" not in vars(step.model)
 
 
+def test_an_error_at_the_beginning_of_a_guess_leaves_no_safe_point(step: Drafted, monkeypatch) -> None:
+    def fail() -> None:
+        assert step.guard.armed
+        raise ValueError("broken")
+
+    monkeypatch.setattr(step.guard, "safe_point", fail)
+    with pytest.raises(ValueError, match="broken"):
+        step.propose()
+    assert step.model.passes == [ROWS + 1]
+    assert not step.guard.armed
+    assert "forward" not in vars(step.model)
+
+
 @pytest.mark.parametrize("armed", [True, False])
 def test_a_drafter_that_nobody_stops_proposes(step: Drafted, armed: bool) -> None:
     step.begin(armed=armed)

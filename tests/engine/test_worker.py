@@ -444,6 +444,87 @@ def test_the_inside_of_a_layer_is_asked_once_layers_take_long(table: AuthorityTa
     assert not guard.fine
 
 
+class Code:
+    """Which safe points are in vLLM's code; a switch that changes nothing is one too many."""
+
+    def __init__(self) -> None:
+        self.live = {"attention": True, "linear": True}  # as installed
+        self.switched = 0
+
+    def __call__(self, layers: str, *, live: bool) -> None:
+        assert self.live[layers] is not live
+        self.live[layers] = live
+        self.switched += 1
+
+    def of(self, guard: StepGuard) -> tuple[bool, bool]:
+        """Attention's and linear layers', which are what the guard says."""
+        found = self.live["attention"], self.live["linear"]
+        assert found == (guard.armed, guard.fine)
+        return found
+
+
+def test_safe_points_are_in_the_models_code_only_while_they_are_live(table: AuthorityTable, monkeypatch) -> None:
+    now_ns, code = 0, Code()
+    monkeypatch.setattr("retire.engine.worker.time.monotonic_ns", lambda: now_ns)
+    guard = StepGuard(table, switch=code)
+    assert code.of(guard) == (False, False), "as long as nothing is armed"
+    code.switched = 0
+    guard.begin(None)
+    guard.end()
+    guard.begin(plan(rows(Scope(table).ticket()), armed=False))
+    guard.arm(LAYERS, Pass())
+    guard.end()
+    assert code.switched == 0
+    guard.begin(plan(rows(Scope(table).ticket())))
+    assert code.switched == 0, "what lies before the forward has no safe points"
+    guard.arm(LAYERS, Pass())
+    guard.layer_point(0)
+    assert code.of(guard) == (True, False)
+    for _ in range(2):
+        now_ns += FINE_NS
+        guard.safe_point()
+        assert code.of(guard) == (True, True)
+    guard.disarm()
+    assert code.of(guard) == (False, False)
+    guard.end()
+    assert code.switched == 4
+
+
+def test_every_way_out_of_a_pass_takes_its_safe_points_out(table: AuthorityTable, monkeypatch) -> None:
+    now_ns, code = 0, Code()
+    monkeypatch.setattr("retire.engine.worker.time.monotonic_ns", lambda: now_ns)
+    guard, scope = StepGuard(table, switch=code), Scope(table)
+    guard.begin(plan(rows(scope.ticket())), drafts=True)
+    guard.arm(LAYERS, Pass())
+    now_ns += FINE_NS
+    guard.layer_point(0)
+    assert code.of(guard) == (True, True)
+    guard.uncut()
+    assert code.of(guard) == (False, False)
+    guard.arm(LAYERS, Pass(), Phase.DRAFT)
+    now_ns += FINE_NS
+    guard.layer_point(0)
+    guard.arm_guesses()
+    assert code.of(guard) == (True, False), "each pass begins outside its layers"
+    now_ns += FINE_NS
+    guard.safe_point()
+    guard.begin(plan(rows(scope.ticket())))
+    assert code.of(guard) == (False, False), "nobody has ended the step before"
+    guard.arm(LAYERS)
+    now_ns += FINE_NS
+    guard.attention_point("layers.0")
+    assert code.of(guard) == (True, True)
+    scope.advance()
+    with pytest.raises(StepFenced):
+        guard.attention_point("layers.1")
+    assert code.of(guard) == (False, False)
+    guard.begin(plan(rows(scope.ticket())))
+    scope.advance()
+    with pytest.raises(StepFenced):
+        guard.arm_guesses()
+    assert code.of(guard) == (False, False)
+
+
 def test_what_lies_between_passes_is_an_interval_but_not_a_long_layer(table: AuthorityTable, monkeypatch) -> None:
     now_ns = 0
     monkeypatch.setattr("retire.engine.worker.time.monotonic_ns", lambda: now_ns)

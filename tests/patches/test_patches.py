@@ -153,6 +153,85 @@ def test_a_wrap_keeps_name_and_original(forked: Run) -> None:
     )
 
 
+def test_safe_points_can_be_taken_out_and_put_back(forked: Run) -> None:
+    forked(
+        """
+        seal.install()
+        patched = {s.target: now(s.target) for s in SEAMS}
+        safe_points = {s.target for s in SEAMS if "linear:" in s.target or "get_attention_context" in s.target}
+        for _ in range(2):
+            for layers in vllm_patches.SAFE_POINTS:
+                seal.switch(layers, live=False)
+        assert {t for t in patched if now(t) is not patched[t]} == safe_points
+        assert all(now(t) is BEFORE[t] for t in safe_points)
+        assert seal.install() is seal.require() and seal.doctor() == 0, "sealed is sealed"
+        seal.switch("linear", live=True)
+        assert {t for t in patched if now(t) is not patched[t]} == {t for t in safe_points if "attention" in t}
+        seal.switch("attention", live=True)
+        assert all(now(t) is value for t, value in patched.items())
+        """
+    )
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_wrapper_that_came_later_is_not_lost(forked: Run, live: bool) -> None:
+    forked(
+        f"""
+        import functools
+        seal.install()
+        target = "vllm.model_executor.layers.linear:RowParallelLinear.forward"
+        seal.switch("linear", live={live})
+        inner = now(target)
+        @functools.wraps(inner)
+        def foreign(*args, **kwargs):
+            return inner(*args, **kwargs)
+        put(target, foreign)
+        for live in (True, False):
+            try:
+                seal.switch("linear", live=live)
+            except SeamError as error:
+                assert target in str(error)
+            else:
+                raise AssertionError("the foreign wrapper is gone")
+            assert now(target) is foreign
+        """
+    )
+
+
+def test_a_process_without_patches_has_nothing_to_switch(forked: Run) -> None:
+    forked(
+        """
+        for layers in vllm_patches.SAFE_POINTS:
+            try:
+                seal.switch(layers, live=True)
+            except SeamError:
+                pass
+            else:
+                raise AssertionError
+        assert marked() == [] and same_as_before()
+        """
+    )
+
+
+def test_vllms_own_layers_find_what_is_in_place(forked: Run) -> None:
+    """Operations look the context up by its name in their module; linear layers do not hide the class's method."""
+    forked(
+        """
+        seal.install()
+        from vllm.model_executor.layers import linear
+        from vllm.model_executor.layers.attention import attention
+        for operation in (attention.unified_kv_cache_update, attention.unified_attention_with_output):
+            inner = inspect.unwrap(operation)
+            assert inner.__globals__ is vars(attention) and "get_attention_context" in inner.__code__.co_names
+        for live in (False, True):
+            seal.switch("linear", live=live)
+            for name in ("MergedColumnParallelLinear", "QKVParallelLinear"):
+                assert getattr(linear, name).forward is linear.ColumnParallelLinear.forward
+            assert hasattr(linear.QKVParallelLinear.forward, _seam.MARK) is live
+        """
+    )
+
+
 @pytest.mark.parametrize(
     "target",
     [
