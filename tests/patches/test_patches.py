@@ -660,33 +660,47 @@ def test_upstream_finds_the_connector_and_keeps_its_hybrid_cache_manager(argumen
     assert KVConnectorFactory.supports_hma_config(arguments.kv_transfer_config)
 
 
-@pytest.mark.parametrize(
-    ("flags", "environment", "reason"),
-    [
-        ("tensor_parallel_size=2", {}, "tensor parallelism"),
-        ("", {"RETIRE_DRAM_BYTES": "-1"}, "RETIRE_DRAM_BYTES: '-1' is no size"),
-        ("", {"RETIRE_DRAM_BYTES": "9999TiB"}, "that this machine has"),
-    ],
-)
-def test_a_refused_start_ends_with_one_line(
-    tmp_path: Path, flags: str, environment: dict[str, str], reason: str
-) -> None:
+REFUSED = {  # arguments, environment, what the line has to name
+    "tensor parallelism": ("tensor_parallel_size=2", {}, "tensor parallelism"),
+    "no size": ("", {"RETIRE_DRAM_BYTES": "-1"}, "RETIRE_DRAM_BYTES: '-1' is no size"),
+    "too large": ("", {"RETIRE_DRAM_BYTES": "9999TiB"}, "that this machine has"),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subprocess.Popen[str]]]:
+    """For every reason a process that makes a configuration, side by side, and the state directory it was told."""
     from retire import models
 
-    script = tmp_path / "start.py"
-    script.write_text(
-        "from vllm.engine.arg_utils import EngineArgs\n"
-        "if __name__ == '__main__':\n"
-        f"    EngineArgs(model={models.resolve('tiny-llama')!r}, {flags}).create_engine_config()\n"
-    )
-    state = {"RETIRE_STATE_DIR": str(tmp_path / "state"), "HF_HUB_OFFLINE": "1"}
-    env = {**os.environ, "VLLM_PLUGINS": "retire", **state, **environment}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode != 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("retire: ")]
+    started = {}
+    for name, (flags, environment, _) in REFUSED.items():
+        folder = tmp_path_factory.mktemp("refused")
+        (folder / "start.py").write_text(
+            "from vllm.engine.arg_utils import EngineArgs\n"
+            "if __name__ == '__main__':\n"
+            f"    EngineArgs(model={models.resolve('tiny-llama')!r}, {flags}).create_engine_config()\n"
+        )
+        ours = {"VLLM_PLUGINS": "retire", "RETIRE_STATE_DIR": str(folder / "state"), "HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(
+            [sys.executable, str(folder / "start.py")],
+            env={**os.environ, **ours, **environment},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started[name] = (folder / "state", process)
+    return started
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_refused_start_ends_with_one_line(
+    refused: dict[str, tuple[Path, subprocess.Popen[str]]], reason: str
+) -> None:
+    state, process = refused[reason]
+    _, said = process.communicate(timeout=300)
+    assert process.returncode != 0, said
+    lines = [line for line in said.splitlines() if line.startswith("retire: ")]
     assert len(lines) == 1
-    assert reason in lines[0]
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "state").exists(), "a refused start leaves no state behind"
+    assert REFUSED[reason][2] in lines[0]
+    assert "Traceback" not in said
+    assert not state.exists(), "a refused start leaves no state behind"

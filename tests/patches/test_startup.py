@@ -65,7 +65,7 @@ UNNAMED_IN_CHILDREN = """
 FAULTS = {
     "endpoint not attached": (ENDPOINT_BREAKS, "gate did not load"),
     "gate not outermost": (SOMEBODY_OUTSIDE, "outside RETIRE's gate"),
-    "engine process unpatched": (UNNAMED_IN_CHILDREN, "engine process is not patched"),
+    "children unpatched": (UNNAMED_IN_CHILDREN, "engine process is not patched"),
 }
 
 
@@ -77,7 +77,11 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Se
         folder = tmp_path_factory.mktemp("faulty")
         (folder / "sitecustomize.py").write_text(dedent(fault))
         servers[name] = Server(
-            models.resolve("tiny-llama"), FLAGS, env={"PYTHONPATH": str(folder)}, state_dir=folder / "state"
+            models.resolve("tiny-llama"),
+            FLAGS,
+            env={"PYTHONPATH": str(folder)},
+            state_dir=folder / "state",
+            preforked="children" not in name,
         )
     yield from all_failed(servers)
 
