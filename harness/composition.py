@@ -36,7 +36,7 @@ What could be unfair, and which way:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -166,7 +166,9 @@ class Composition:
         full, grid = (QUICK_FULL, _Grid(QUICK_GRID)) if quick else (FULL, _Grid(GRID))
         screen, judge = (1, 0) if quick else (self.screen, self.judge)
         pairs = 1 if quick else self.pairs
-        ledger.plan({str(full): pairs, "kept pages": 1} | dict.fromkeys(map(str, grid.revisions), screen))
+        ledger.plan({str(full): pairs}, len(ARMS) * full.tokens)
+        ledger.plan({"kept pages": 1}, 2 * full.tokens)
+        grid.plan(ledger, grid.revisions, screen)
 
         def whole() -> dict[str, Any]:
             with _serving(self.model, full, ledger.checks, unarmed=True) as served:
@@ -445,10 +447,16 @@ class _Grid:
         ]
         self._judged = {revision: [] for revision in doubtful} if judge else {}
         note(f"  {len(self._judged)} of {len(self._screened)} cells are measured again")
-        bench.ledger.plan(dict.fromkeys(map(str, self._judged), judge))
+        self.plan(bench.ledger, self._judged, judge)
         for number in range(judge):
             for revision in self._judged:
                 self._measure(bench, self._judged, revision, number)
+
+    @staticmethod
+    def plan(ledger: Ledger, revisions: Iterable[Revision], trials: int) -> None:
+        """So many of each will come."""
+        for one in revisions:
+            ledger.plan({str(one): trials}, 2 * one.tokens)
 
     @staticmethod
     def _measure(bench: _Bench, into: dict[Revision, list[Trial]], revision: Revision, number: int) -> None:

@@ -69,9 +69,12 @@ class Ledger:
         """How many trials are there from earlier sittings."""
         return sum(not key.startswith(_START) for key in self._earlier)
 
-    def plan(self, trials: Mapping[str, int]) -> None:
-        """So many more trials of these cells will come, or fewer; for the time left alone."""
-        self.progress.plan(trials)
+    def plan(self, trials: Mapping[str, int], size: float = 1.0) -> None:
+        """So many more trials of these cells will come, or fewer; for the time left alone.
+
+        `size`: how much work such a trial is, in a unit of the bench's.
+        """
+        self.progress.plan(trials, size)
 
     def trial(self, key: Key, work: Callable[[], Any]) -> Any:
         """What the work gives, as JSON: measured now, or in an earlier sitting.

@@ -3,7 +3,7 @@
 Owns: the arithmetic of that, the bar on a terminal, and the lines of progress (results go to stdout).
 Must not know: what a trial is about.
 Strategy: a trial's time is that since the trial before, so that starts of servers and calibration are in it.  What is
-left of a cell is expected to take what its own trials took, or all trials as long as it has none.
+left of a cell is expected to take what its own trials took; as long as it has none, what all others took, by size.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ class Progress:
 
     def __init__(self) -> None:
         self._planned: dict[str, int] = {}
+        self._size: dict[str, float] = {}
         self._took_s: dict[str, list[float]] = {}
 
-    def plan(self, trials: Mapping[str, int]) -> None:
-        """So many more trials of these cells will come, or fewer."""
+    def plan(self, trials: Mapping[str, int], size: float = 1.0) -> None:
+        """So many more trials of these cells will come, or fewer.  `size`: how much work one is, beside others."""
         for cell, count in trials.items():
             self._planned[cell] = self._planned.get(cell, 0) + count
+            self._size[cell] = size
 
     def done(self, cell: str, took_s: float) -> None:
         """One of them is done, now or in an earlier sitting."""
@@ -44,13 +46,15 @@ class Progress:
 
     def left_s(self) -> float | None:
         """Seconds until all are done; None before the first one is."""
-        every = [took_s for took in self._took_s.values() for took_s in took]
-        if not every:
+        if not self._took_s:
             return None
+        pace = sum(map(sum, self._took_s.values())) / sum(
+            self._size.get(cell, 1.0) * len(took) for cell, took in self._took_s.items()
+        )
         left = 0.0
         for cell, count in self._planned.items():
             took = self._took_s.get(cell, [])
-            left += max(0, count - len(took)) * statistics.fmean(took or every)
+            left += max(0, count - len(took)) * (statistics.fmean(took) if took else pace * self._size[cell])
         return left
 
     def __str__(self) -> str:

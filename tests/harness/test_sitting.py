@@ -328,6 +328,17 @@ def test_the_time_left_is_what_the_trials_of_each_cell_took():
     assert progress.left_s() == 2 * 3.0 + 100.0
 
 
+def test_what_was_not_seen_yet_takes_time_by_its_size():
+    progress = Progress()
+    progress.plan({"whole": 2}, 10)
+    progress.plan({"small": 3, "tiny": 2}, 2)
+    progress.done("whole", 100.0)
+    assert progress.left_s() == 100.0 + 5 * 20.0
+    progress.done("small", 12.0)
+    pace = 112.0 / 12
+    assert progress.left_s() == pytest.approx(100.0 + 2 * 12.0 + 2 * 2 * pace)
+
+
 def test_more_trials_than_planned_leave_nothing_to_wait_for():
     progress = Progress()
     progress.plan({"a": 1})
