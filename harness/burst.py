@@ -183,7 +183,7 @@ def _serving(model: str, quantum: int, checks: dict[str, bool]) -> AbstractConte
         *("--block-size", str(BLOCK)),
         *("--kv-cache-memory-bytes", str(1 << 30)),
     )
-    return serving(model, flags, checks, {"RETIRE_ARM_MS": "0"} if quantum == ALWAYS else None)
+    return serving(model, flags, checks, {"RETIRE_POLICY": "always"} if quantum == ALWAYS else None)
 
 
 class _Bench:

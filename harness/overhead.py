@@ -193,7 +193,7 @@ def _servers(
         *("--kv-cache-memory-bytes", str(1 << 30)),
     )
     names = [*(ARMS[::-1] if swapped else ARMS), *(("always",) if always else ())]
-    env = dict.fromkeys(names, ALLOCATOR) | {"always": {**ALLOCATOR, "RETIRE_ARM_MS": "0"}}
+    env = dict.fromkeys(names, ALLOCATOR) | {"always": {**ALLOCATOR, "RETIRE_POLICY": "always"}}
     with started(model, flags, [{"patched": name != "native", "env": env[name]} for name in names]) as running:
         servers = dict(zip(names, running, strict=True))
         sessions = [Session(server.url, model, checks=checks) for name, server in servers.items() if name != "native"]
