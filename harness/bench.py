@@ -29,6 +29,7 @@ from harness.journal import JournalInUse
 from harness.overhead import Overhead
 from harness.progress import note, span
 from harness.publication import Publication
+from harness.rates import Rates
 from harness.report import command as report
 from harness.retirement import Retirement
 from harness.server import ServerFailed
@@ -44,6 +45,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Inheritance(),
     Overhead(),
     Publication(),
+    Rates(),
     Retirement(),
     Tenants(),
 )

@@ -59,6 +59,8 @@ from harness.session import Session, serving
 from harness.statistics import Bootstrap, at_least, ratio_of_medians, whether
 from harness.workload import fresh_salt, passage, prefill_s
 from retire.core.errors import RetireError
+from retire.core.quantum import Policy
+from retire.settings import POLICY_ENV
 from traces import rows
 from traces.generate import WINDOW_PROMPT_TOKENS, paper_window
 from traces.rows import Transition
@@ -176,14 +178,25 @@ def used(*, quick: bool) -> list[int]:
     return [quantum for quantum in QUANTA if not quick or quantum != ALWAYS]
 
 
-def _serving(model: str, quantum: int, checks: dict[str, bool]) -> AbstractContextManager[Session]:
-    flags = (
+def server_flags(quantum: int) -> tuple[str, ...]:
+    """vLLM's, of a server with that quantum."""
+    return (
         *("--max-num-batched-tokens", str(quantum)),
         *("--max-num-seqs", "32"),
         *("--block-size", str(BLOCK)),
         *("--kv-cache-memory-bytes", str(1 << 30)),
     )
-    return serving(model, flags, checks, {"RETIRE_ARM_MS": "0"} if quantum == ALWAYS else None)
+
+
+def _serving(model: str, quantum: int, checks: dict[str, bool]) -> AbstractContextManager[Session]:
+    policy = Policy.ALWAYS if quantum == ALWAYS else Policy.SELECTIVE
+    return serving(model, server_flags(quantum), checks, {POLICY_ENV: policy})
+
+
+def native_prefill_s(session: Session, times: int = 5) -> float:
+    """Seconds until a prompt of `PROMPT_TOKENS` without a scope is answered; the median of so many other texts."""
+    texts = [passage(session.url, session.model, PROMPT_TOKENS, 2 + number) for number in range(times)]
+    return median(prefill_s(session.url, session.model, ids) for ids in texts)
 
 
 class _Bench:
@@ -193,17 +206,12 @@ class _Bench:
         self._ledger = ledger
         self._sessions = sessions
         self.seal = sessions[QUANTA[0]].seal
-        for session in sessions.values():  # the first of each warms up
-            prefill_s(session.url, session.model, passage(session.url, session.model, PROMPT_TOKENS, 1))
+        for session in sessions.values():
+            native_prefill_s(session, times=1)  # the first of each warms up
 
     def prefill_s(self) -> float:
         """Of a native prompt in one quantum."""
-        session = self._sessions[QUANTA[-1]]
-        taken = [
-            prefill_s(session.url, session.model, passage(session.url, session.model, PROMPT_TOKENS, 2 + number))
-            for number in range(5)
-        ]
-        return median(taken)
+        return native_prefill_s(self._sessions[QUANTA[-1]])
 
     def runs(self, scale: Scale, trials: int, *, quick: bool) -> dict[str, list[Figures]]:
         """Per arm, one run a trial."""

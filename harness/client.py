@@ -95,8 +95,8 @@ class Reply:
         return next((told["cached_tokens"] for told in details if told is not None), None)
 
 
-def says_the_same(reference: Reply, other: Reply) -> bool:
-    """Whether two greedy answers are equal as far as numerics can tell.
+def says_the_same(reference: Reply, other: Reply, *, whole: bool = True) -> bool:
+    """Whether two greedy answers are equal as far as numerics can tell; if not `whole`, as far as both go.
 
     How a prompt is cut into steps changes the last bits of its KV, so they may part where the log-probabilities of two
     tokens are within `NEAR` of each other.  `reference` must have been asked for alternatives.
@@ -105,7 +105,7 @@ def says_the_same(reference: Reply, other: Reply) -> bool:
     for (expected, likely), (said, _), likeliest in pairs:
         if said != expected:
             return said in likeliest and likely - likeliest[said] <= NEAR
-    return bool(reference.logprobs) and len(reference.logprobs) == len(other.logprobs)
+    return not whole or (bool(reference.logprobs) and len(reference.logprobs) == len(other.logprobs))
 
 
 class Streaming:

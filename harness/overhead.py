@@ -57,6 +57,8 @@ from harness.session import Session, check, left_as_found, metric, started
 from harness.statistics import Bootstrap, Pairs, Verdict, median_at_most, median_of_ratios, percentile, whether
 from harness.turns import Turns
 from harness.workload import PATIENCE_S, completion, fresh_salt, fresh_scope, passage, record_of
+from retire.core.quantum import Policy
+from retire.settings import POLICY_ENV
 
 SAFE_POINTS = "retire:safe_points_total"
 BLOCK, QUANTUM = 128, 1024
@@ -193,7 +195,7 @@ def _servers(
         *("--kv-cache-memory-bytes", str(1 << 30)),
     )
     names = [*(ARMS[::-1] if swapped else ARMS), *(("always",) if always else ())]
-    env = dict.fromkeys(names, ALLOCATOR) | {"always": {**ALLOCATOR, "RETIRE_ARM_MS": "0"}}
+    env = dict.fromkeys(names, ALLOCATOR) | {"always": {**ALLOCATOR, POLICY_ENV: Policy.ALWAYS}}
     with started(model, flags, [{"patched": name != "native", "env": env[name]} for name in names]) as running:
         servers = dict(zip(names, running, strict=True))
         sessions = [Session(server.url, model, checks=checks) for name, server in servers.items() if name != "native"]

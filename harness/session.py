@@ -73,6 +73,11 @@ class Session:
         found: dict[str, int] = self._status()["tier"]
         return found
 
+    def quanta(self) -> dict[int, int]:
+        """How many steps were given which prefill quantum, in tokens; nothing where the policy chooses none."""
+        found: dict[str, int] = self._status()["quanta"]
+        return {int(tokens): steps for tokens, steps in found.items()}
+
     def ask_worker(self, method: str, **arguments: Any) -> dict[str, Any]:
         """What a method of the worker's extension gives (`harness.faults`), in a server started with `DEVELOPMENT`."""
         body, headers = {"method": method, "kwargs": arguments}, bearer(self.key)

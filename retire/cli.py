@@ -19,7 +19,8 @@ import httpx
 
 from retire import __version__, models
 from retire.core.errors import RetireError
-from retire.settings import DRAM_ENV, PLUGIN_NAME, size_bytes
+from retire.core.quantum import Policy
+from retire.settings import ARM_ENV, DRAM_ENV, PLUGIN_NAME, POLICY_ENV, size_bytes
 from retire.tenants import TENANTS_ENV
 
 SERVER_MODULE: Final = "vllm.entrypoints.launchers.api_server.entry"
@@ -31,7 +32,8 @@ EAGER_NOTE: Final = (
 _SETTINGS: Final = {
     "retire_state_dir": "RETIRE_STATE_DIR",
     "retire_scopes": "RETIRE_SCOPES",
-    "retire_arm_ms": "RETIRE_ARM_MS",
+    "retire_policy": POLICY_ENV,
+    "retire_arm_ms": ARM_ENV,
     "retire_tenants": TENANTS_ENV,
     "retire_dram_bytes": DRAM_ENV,
 }
@@ -87,7 +89,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     serve.add_argument("model", metavar="MODEL")
     serve.add_argument("--retire-state-dir", metavar="PATH", help="where authority outlives the processes")
     serve.add_argument("--retire-scopes", type=int, metavar="N", help="scopes per tenant in the table")
-    serve.add_argument("--retire-arm-ms", type=int, metavar="N", help="steps of N ms or more check authority")
+    serve.add_argument(
+        "--retire-policy",
+        choices=[policy.value for policy in Policy],
+        help="which steps check authority: long ones (selective, the default) or all (always); rate: long ones, and "
+        "steps take less of prompts while scopes are revised often",
+    )
+    serve.add_argument("--retire-arm-ms", type=_count, metavar="N", help="steps of N ms or more are long (10)")
     serve.add_argument("--retire-tenants", metavar="FILE", help="tenants, their keys and what each may hold (TOML)")
     serve.add_argument(
         "--retire-dram-bytes", type=_size, metavar="SIZE", help="host memory for KV pages, e.g. 2GiB; 0 for none"
@@ -140,6 +148,12 @@ def _size(text: str) -> int:
         return size_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
 
 
 def _epoch(text: str) -> int | str:

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retire.core.errors import SeamError
+from retire.core.quantum import Policy
 
 PLUGIN_NAME = "retire"
 DRAM_ENV = "RETIRE_DRAM_BYTES"
+POLICY_ENV = "RETIRE_POLICY"
+ARM_ENV = "RETIRE_ARM_MS"
 TABLE_ENV = "RETIRE_TABLE"  # set by the process that owns the state directory, inherited by engine and workers
 
 
@@ -23,8 +26,10 @@ TABLE_ENV = "RETIRE_TABLE"  # set by the process that owns the state directory, 
 class Settings:
     """`scopes`: slots per tenant.  `rows`: requests per tenant that can hold a ticket at once.
 
+    `policy`: when steps check authority, and how much of prompts one computes.
     `arm_ms`: a step that is expected to take so long checks authority at its safe points; shorter ones end soon by
-    themselves.  `pin_ttl_ms`, `max_pin_ttl_ms`: pins live so long by default, and at most.
+    themselves, and check it too under the policy `always` alone.
+    `pin_ttl_ms`, `max_pin_ttl_ms`: pins live so long by default, and at most.
     `dram_bytes`: of each worker's host memory for pages of superseded requests; 0 turns that tier off.
     `min_inherit_tokens`: a shorter common prefix is not worth a certificate.
     `limit_patience`: for so many layers a worker waits to be told how much of a revoked request is still wanted.
@@ -35,6 +40,7 @@ class Settings:
     state_dir: Path
     scopes: int = 4096
     rows: int = 8192
+    policy: Policy = Policy.SELECTIVE
     arm_ms: int = 10
     pin_ttl_ms: int = 30_000
     max_pin_ttl_ms: int = 600_000
@@ -46,13 +52,18 @@ class Settings:
 
     @classmethod
     def from_env(cls) -> Settings:
-        """Read the environment; unset values take the defaults above.  Raises SeamError for a size that is none."""
+        """Read the environment; unset values take the defaults above.
+
+        Raises:
+            SeamError: a size that is none, a policy that nobody knows, an `arm_ms` below 1.
+        """
         default_dir = Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "retire"
         return cls(
             state_dir=Path(os.environ.get("RETIRE_STATE_DIR", default_dir)),
             scopes=int(os.environ.get("RETIRE_SCOPES", cls.scopes)),
             rows=int(os.environ.get("RETIRE_ROWS", cls.rows)),
-            arm_ms=int(os.environ.get("RETIRE_ARM_MS", cls.arm_ms)),
+            policy=_policy(),
+            arm_ms=_arm_ms(cls.arm_ms),
             pin_ttl_ms=int(os.environ.get("RETIRE_PIN_TTL_MS", cls.pin_ttl_ms)),
             max_pin_ttl_ms=int(os.environ.get("RETIRE_MAX_PIN_TTL_MS", cls.max_pin_ttl_ms)),
             dram_bytes=_size_in(DRAM_ENV, cls.dram_bytes),
@@ -61,6 +72,20 @@ class Settings:
             window_layers=max(1, int(os.environ.get("RETIRE_WINDOW_LAYERS", cls.window_layers))),
             backlog_bytes=int(os.environ.get("RETIRE_BACKLOG_BYTES", cls.backlog_bytes)),
         )
+
+
+def _policy() -> Policy:
+    asked = os.environ.get(POLICY_ENV, Policy.SELECTIVE)
+    if asked not in set(Policy):
+        raise SeamError(f"{POLICY_ENV}: no policy is called {asked!r}; known: {', '.join(Policy)}")
+    return Policy(asked)
+
+
+def _arm_ms(default: int) -> int:
+    asked = int(os.environ.get(ARM_ENV, default))
+    if asked < 1:
+        raise SeamError(f"{ARM_ENV}: {asked} ms is no time; {POLICY_ENV}={Policy.ALWAYS} arms every step")
+    return asked
 
 
 def size_bytes(text: str) -> int:

@@ -29,6 +29,7 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
         configuration.add_worker_process(self)
         config = original(self, *args, **kwargs)
         configuration.check(config, api_processes=self._api_process_count)
+        configuration.check_policy(config, settings.policy)
         configuration.check_tenants(config, tenants)
         home.own(settings, tenants)
         return config

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from harness import churn, composition, inheritance, overhead, retirement, tenants
+from harness import churn, composition, inheritance, overhead, rates, retirement, tenants
 from harness.report.numbers import (
     MS,
     PERCENT,
@@ -379,6 +379,47 @@ RATES = Chapter(
     "Revision rates",
     "A.2.2",
     "Which policy gives the most current-version output at which rate of revisions?",
+    (
+        Claim(
+            "selector_within_2pct",
+            "Cells where the selector is within 2 % of the better quantum",
+            count("cells"),
+            "follows",
+            _all_of("cells"),
+        ),
+        Claim(
+            "worst_selector_ratio",
+            "Selector / better quantum, worst cell",
+            RATIO,
+            "follows",
+            _least(rates.WITHIN_AIM),
+        ),
+        Claim(
+            "native_quantum_as_paper",
+            "Cells where native's better quantum is the paper's",
+            count("cells"),
+            "large at 0 and 0.05, small at 0.2",
+        ),
+        Claim("retire_obsolete_tokens", "Obsolete tokens, RETIRE, all runs", TOKENS, "0 tokens", _all_of(0)),
+        Claim("native_obsolete_tokens", "Obsolete tokens, native abort, all runs", TOKENS),
+        Claim("points", "Runs", POINTS, "108 points"),
+    ),
+)
+
+REPLAY = Chapter(
+    "replay",
+    "Recorded interruptions, replayed",
+    "Figure 6 and Table 9",
+    "What became of every version of a trace on this server, and what did old work cost?",
+    (
+        Claim("retire_obsolete_tokens", "Obsolete tokens, RETIRE", TOKENS, "0 tokens"),
+        Claim("native_obsolete_tokens", "Obsolete tokens, native abort", TOKENS, "40,499 tokens"),
+        Claim("retire_final", "Final versions that spoke, RETIRE", count("versions"), "9 of 9"),
+        Claim("native_final", "Final versions that spoke, native abort", count("versions"), "3 of 9"),
+        Claim("final_total", "Final versions in the trace", count("versions"), "9 versions"),
+        Claim("goodput_ratio", "Current-version tokens per second, RETIRE / native", TIMES, "5.53×"),
+        Claim("cleanup_p99_intervals", "Cleanup in intervals of safe points, 99th percentile", RATIO, "1.08 ms"),
+    ),
 )
 
 DISTRIBUTED = Chapter(
@@ -440,6 +481,7 @@ CHAPTERS = (
     CHURN,
     BURST,
     RATES,
+    REPLAY,
     DISTRIBUTED,
     TENANTS,
 )

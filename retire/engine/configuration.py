@@ -9,7 +9,8 @@ import os
 from typing import Any
 
 from retire.core.errors import SeamError
-from retire.settings import DRAM_ENV
+from retire.core.quantum import Policy
+from retire.settings import DRAM_ENV, POLICY_ENV
 from retire.tenants import Registry
 
 TIER_MODULE = "retire.engine.tier"
@@ -130,6 +131,12 @@ def check(config: Any, *, api_processes: int) -> None:
     found = refusals(config, api_processes=api_processes)
     if found:
         raise SeamError("RETIRE cannot serve this configuration: " + "; ".join(found))
+
+
+def check_policy(config: Any, policy: Policy) -> None:
+    """Raise SeamError where the policy has no quantum to choose."""
+    if policy is Policy.RATE and not config.scheduler_config.enable_chunked_prefill:
+        raise SeamError(f"{POLICY_ENV}={policy} without chunked prefill: prompts are not cut, whatever is chosen")
 
 
 def check_tenants(config: Any, tenants: Registry) -> None:

@@ -20,6 +20,7 @@ from retire.core import effects as do
 from retire.core import events as happened
 from retire.core.errors import InvariantViolation, ProtocolError
 from retire.core.fence import Choice
+from retire.core.quantum import Selector
 from retire.core.transition import ScopeState, Transition, step
 from retire.core.types import (
     BlockRef,
@@ -55,6 +56,7 @@ class Coordinator:
 
     `untold_ns`: so long is kept what was closed by the table's word alone.  No message may ever come: the front end
     may have died, or given the scope's slot to another one once its client had gone.
+    `selector`: is told of live scopes and of their revisions; None where nobody chooses a quantum.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Coordinator:
         fingerprint: Callable[[Any], str],
         untold_ns: int,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        selector: Selector | None = None,
     ) -> None:
         self._engine = engine
         self._table = table
@@ -76,6 +79,7 @@ class Coordinator:
         self._fingerprint = fingerprint
         self._untold_ns = untold_ns
         self._clock_ns = clock_ns
+        self._selector = selector
         self._requests = steps.requests
         self._states: dict[ScopeKey, ScopeState] = {}
         self._early: dict[ScopeKey, list[RequestId]] = {}  # admitted before the message about their epoch
@@ -212,6 +216,8 @@ class Coordinator:
             raise self.defect
         self._steps.begin_pass()
         self.sweep()
+        if self._selector is not None:
+            self._selector.live(self._clock_ns() / 1e9, sum(bool(state.live) for state in self._states.values()))
 
     def scheduled(self, output: Any) -> None:
         """A step was scheduled: describe it for the workers, and verify what was adopted."""
@@ -331,7 +337,8 @@ class Coordinator:
         self._collect(key)
         if event["kind"] != "status":
             return None
-        return {"engine": self.leftovers(event.get("tenant")), "tier": self._keeper.counters()}
+        quanta = {} if self._selector is None else {str(tokens): n for tokens, n in self._selector.steps.items()}
+        return {"engine": self.leftovers(event.get("tenant")), "tier": self._keeper.counters(), "quanta": quanta}
 
     def _cancelled(self, key: ScopeKey) -> None:
         """The scope's life is over, unless the message is late and the table speaks of the next one already."""
@@ -358,6 +365,8 @@ class Coordinator:
         contract = contract_of(event["contract"])
         if key not in self._states or self._states[key].cancelled:
             self._states[key] = ScopeState(tenant=key[0], scope=key[1], epoch=old)
+        if self._selector is not None and self._states[key].live:
+            self._selector.revised(event["at_ns"] / 1e9)
         left, refusal = self._take_finished(key, old, contract)
         self._expiry_ns[transition] = event["at_ns"] + contract.lifetime_ms * 1_000_000
         try:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from math import lcm
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -21,10 +22,12 @@ from retire.authority import home
 from retire.authority.tag import from_xargs
 from retire.core.certificate import Geometry
 from retire.core.errors import CallerError
+from retire.core.quantum import Policy, Selector, quanta
 from retire.core.types import KVGroup, RequestId, TenantId
 from retire.engine import configuration
 from retire.engine.coordinator import Coordinator
 from retire.engine.keeper import Keeper
+from retire.engine.quantum import cut_to
 from retire.engine.rates import Rates
 from retire.engine.steps import Steps
 from retire.engine.tier_scheduler import Tier
@@ -54,12 +57,17 @@ class VersionedScheduler:
         rates = Rates(
             settings.min_inherit_tokens,
             restore_ns,
-            long_ns=settings.arm_ms * 1_000_000,
+            long_ns=0 if settings.policy is Policy.ALWAYS else settings.arm_ms * 1_000_000,
             drafts=scheduler.num_spec_tokens,
         )
         self._grid_tokens = _chunk_tokens(scheduler)
         exact = configuration.exact_grid(self._grid_tokens, guesses=scheduler.num_spec_tokens > 0)
         geometry = Geometry(groups, ownership.generation, exact, rates.pays, offloads=tier is not None)
+        self._rates = rates
+        self._selector: Selector | None = None
+        if settings.policy is Policy.RATE:
+            largest, unit = scheduler.max_num_scheduled_tokens, lcm(*(group.block_tokens for group in groups))
+            self._selector = Selector(quanta(largest, unit, 1 + scheduler.num_spec_tokens))
         self._tier = tier
         self._secret = home.table().secret
         self._turn: str | None = None
@@ -79,6 +87,7 @@ class VersionedScheduler:
             rates=rates,
             fingerprint=lambda request: f"{base}|{_request_fingerprint(request)}",
             untold_ns=settings.pin_ttl_ms * 1_000_000,
+            selector=self._selector,
         )
         if tier is not None:
             tier.offloaded, tier.restored = self.retire.offloaded, self.retire.restored
@@ -128,7 +137,7 @@ class VersionedScheduler:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         else:
             self._turn = self._next_alone()
-            with self._due(), self._chunk_of_a_clean_run():
+            with self._due(), self._chunk_of_a_clean_run(), self._quantum():
                 output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.retire.scheduled(output)
         return output
@@ -179,6 +188,21 @@ class VersionedScheduler:
             yield
         finally:
             config.long_prefill_token_threshold = kept
+
+    @contextmanager
+    def _quantum(self) -> Iterator[None]:
+        """The prefill quantum that the policy chooses.  A request that runs alone has the chunks of a clean run."""
+        scheduler: Any = self
+        selector, largest = self._selector, scheduler.max_num_scheduled_tokens
+        if selector is None or self._turn:
+            yield
+            return
+        quantum = selector.choose(largest * (self._rates.ns_per_token or 0.0) / 1e9)
+        if quantum >= largest:
+            yield
+            return
+        with cut_to(quantum, scheduler):
+            yield
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Receipts first: publish what was written, finish what lost authority before upstream reads its tokens."""

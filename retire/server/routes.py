@@ -177,7 +177,7 @@ def _set_paused(request: Request, scope: str, *, paused: bool) -> Any:
 
 @router.get("/retire/status", response_model=ServerStatus)
 async def status(request: Request) -> Any:
-    """The seal of every process, the stated backlog, and what the engine holds for the tenant's scopes."""
+    """The seal of every process, the stated backlog, the policy, and what the engine holds for the tenant's scopes."""
     service = _service(request)
     try:
         held = await service.engine_status(asker())
@@ -187,5 +187,6 @@ async def status(request: Request) -> Any:
         "seal": seal.require().as_dict(),
         "state_dir": str(service.settings.state_dir),
         "stated_backlog": service.stated_backlog(),
+        "policy": service.settings.policy.value,
         **held,
     }

@@ -161,5 +161,7 @@ class ServerStatus(BaseModel):
     seal: dict[str, str]
     state_dir: str
     stated_backlog: dict[str, int]
+    policy: str = Field(description="when steps check authority, and how the prefill quantum is chosen")
+    quanta: dict[str, int] = Field(description="per prefill quantum, how many steps were given it; {} without a choice")
     engine: dict[str, int] = Field(description="what is held for the tenant's scopes; all 0 when nothing is")
     tier: dict[str, int] = Field(description="pages in host memory: what is there and what happened; {} without it")

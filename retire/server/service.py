@@ -348,7 +348,11 @@ class Service:
         return {"frames_in_transport": 1, "bytes_in_send_buffer": bytes_held}
 
     async def engine_status(self, tenant: TenantId) -> dict[str, dict[str, int]]:
-        """`engine`: what it holds for the tenant's scopes right now; `tier`: what host memory holds and has done."""
+        """What the engine tells.
+
+        `engine`: what it holds for the tenant's scopes right now.  `tier`: what host memory holds and has done.
+        `quanta`: how many steps were given which prefill quantum.
+        """
         try:
             status: dict[str, dict[str, int]] = await self._call_engine(
                 "retire_event", {"kind": "status", "tenant": tenant}

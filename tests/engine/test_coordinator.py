@@ -168,6 +168,7 @@ class World:
         exact_tokens: int | None = None,
         tier: Any = None,
         patience: int = 0,
+        selector: Any = None,
     ) -> None:
         self.patience = patience
         self.table = AuthorityTable.create(folder / "table", tenants=1, scopes_per_tenant=16, rows=256)
@@ -194,6 +195,7 @@ class World:
             fingerprint=lambda request: f"model|{request.salt}",
             untold_ns=TTL_MS * 1_000_000,
             clock_ns=lambda: self.now_ns,
+            selector=selector,
         )
         self.requests: dict[str, FakeRequest] = {}
         self.tags: dict[str, Tag] = {}

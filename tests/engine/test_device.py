@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no device"),
 ]
 FLAGS = ("--max-model-len", "8192", "--max-num-batched-tokens", "2048", "--served-model-name", "tiny")
-ALWAYS_ARMED = {**SHORT_PINS, "RETIRE_ARM_MS": "0"}
+ALWAYS_ARMED = {**SHORT_PINS, "RETIRE_POLICY": "always"}
 
 
 @pytest.fixture(scope="module", params=["0", "1"], ids=["V1", "V2"])

@@ -307,8 +307,8 @@ def burst(draw):
 
 
 def rates(draw):
-    policies = ("native_1024", "native_8192", "always_4096", "selective_8192", "rate_only")
-    cells = []
+    policies = ("native_64", "native_512", "selective_64", "selective_512", "rate")
+    cells, by_cell = [], {}
     for concurrency in (4, 8):
         for rate in (0, 0.05, 0.2):
             arms = {
@@ -316,7 +316,46 @@ def rates(draw):
                 for number, policy in enumerate(policies)
             }
             cells.append(cell("rates", arms, revisions_per_scope_per_s=rate, concurrency=concurrency))
-    return document("rates", {"points": 90}, cells)
+            by_cell[f"by_cell.rate_{rate:g}_scopes_{concurrency}"] = {
+                "revisions_per_scope_per_s": rate,
+                "concurrency": concurrency,
+                "best_native": "native_512",
+                "best_selective": "selective_512",
+                **figure("selector_ratio", 1.0 - rate / 4, 0.93, 1.04),
+                "selector_quantum_tokens": 512.0 if rate < 0.2 else 97.5,
+            }
+    summary = {
+        "selector_within_2pct": 4,
+        "cells": 6,
+        **figure("worst_selector_ratio", 0.95, 0.93, 0.99),
+        "worst_cell": "rate_0.2_scopes_8",
+        "native_quantum_as_paper": 6,
+        "retire_obsolete_tokens": 0,
+        "native_obsolete_tokens": 411,
+        "points": 90,
+        **by_cell,
+    }
+    return document("rates", summary, cells)
+
+
+def replay(draw):
+    """As `retire replay` writes it: the figures of a burst, and every version."""
+    (bursts,) = burst(draw)["cells"]
+    arms = {arm.partition("_")[0].replace("selective", "retire"): metrics for arm, metrics in bursts["arms"].items()}
+    versions = {arm: {"versions": [{"trial": 0, "scope": 1, "version": 1, "status": 200}]} for arm in arms}
+    summary = {
+        "retire_obsolete_tokens": 0,
+        "native_obsolete_tokens": 31,
+        "retire_final": 12,
+        "native_final": 11,
+        "final_total": 12,
+        "goodput_ratio": 1.31,
+        "cleanup_p99_intervals": 1.02,
+        "goodput_tokens_per_s.native": [8.1],
+    }
+    where = {key: value for key, value in bursts["cell"].items() if key != "bench"}
+    cells = [cell("replay", arms, speed=30.0, **where), cell("replay", versions, what="versions")]
+    return document("replay", summary, cells, targets=[])
 
 
 BENCHES = {
@@ -332,6 +371,7 @@ BENCHES = {
         tenants,
         burst,
         rates,
+        replay,
     )
 }
 

@@ -27,7 +27,7 @@ class StandIn(ThreadingHTTPServer):
         self.versioned, self.refuse, self.breaks = versioned, refuse or {}, breaks
         self.fence_ms, self.interval_ms = fence_ms, interval_ms
         self.changed = Condition()
-        self.epochs, self.asked, self.hung_up = {}, [], 0
+        self.epochs, self.asked, self.hung_up, self.quanta = {}, [], 0, {}
 
     def start(self):
         Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -46,7 +46,7 @@ class Answers(BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             self.say({"data": [{"id": "made-up"}]})
         elif self.path == "/retire/status" and self.server.versioned:
-            self.say({"seal": {"pins": "abc"}})
+            self.say({"seal": {"pins": "abc"}, "quanta": self.server.quanta})
         elif self.path.startswith("/transitions/"):
             receipt = {
                 "safe_points": 30,

@@ -18,6 +18,7 @@ from harness import (
     inheritance,
     overhead,
     publication,
+    rates,
     retirement,
     tenants,
 )
@@ -300,6 +301,27 @@ def the_burst(patch):
     patch.setattr(burst, "prefill_s", lambda *_: 0.4)
     patch.setattr(burst._Bench, "_run", run)
     return burst.Burst(), ("burst", 0)
+
+
+def the_rates(patch):
+    def run(_self, on, plan, runtime, trial, _clean):
+        where = (on.seal["pins"], len(plan.versions), runtime, trial)
+        on.check("equal", MadeUp.holds("rates", trial))
+        figures = dict.fromkeys(rates.KEPT, 0) | {"goodput_tokens_per_s": MadeUp.ms(*where), "quantum_tokens": None}
+        return figures | ({"quantum_tokens": 100.0} if on.seal["pins"] == "rate" else {})
+
+    @contextmanager
+    def servers(_model, checks):
+        found = {name: session(checks) for name in ("small", "large", "rate")}
+        for name, one in found.items():
+            one.seal = {"pins": name}
+        yield found
+        found["small"].check("nothing_left", True)
+
+    patch.setattr(rates, "_serving", servers)
+    patch.setattr(rates, "native_prefill_s", lambda *_, times=5: 0.4 + 0 * times)
+    patch.setattr(rates._Bench, "_run", run)
+    return rates.Rates(), ("rates", 0)
 
 
 SET_UPS = {name.removeprefix("the_"): set_up for name, set_up in list(globals().items()) if name.startswith("the_")}

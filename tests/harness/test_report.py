@@ -316,6 +316,28 @@ def test_a_bench_that_nobody_knows_is_shown_as_it_says(tmp_path):
     ]
 
 
+def test_a_replay_has_a_chapter_of_its_own_with_the_papers_figures_and_no_aim(tmp_path):
+    section = only(tmp_path, results()["replay"])
+    assert (section.title, section.place) == ("Recorded interruptions, replayed", "Figure 6 and Table 9")
+    assert [drawing.title for drawing in section.drawings] == ["Live executions while revisions come in bursts"]
+    rows = {row.label: (row.here, row.paper, row.standing) for row in section.rows}
+    assert rows["Final versions that spoke, native abort"] == ("11 versions", "3 of 9", None)
+    assert {standing for *_, standing in rows.values()} == {None}, "whose trace it is nobody knows"
+
+
+def test_the_selector_is_shown_cell_by_cell_with_its_interval_and_what_it_chose(tmp_path):
+    section = only(tmp_path, results()["rates"])
+    (drawing,) = (one for one in section.drawings if one.title == "The selector beside the better quantum")
+    assert drawing.rows[2] == ("4", "0.2", "selective 512", "0.950×", "[0.930, 1.040]×", "98 tokens")
+    assert len(drawing.rows) == 6
+    assert (
+        rows_of(SimpleNamespace(sections=[section]), "rates")[
+            "Cells where the selector is within 2 % of the better quantum"
+        ].standing
+        is Standing.NOT_REACHED
+    )
+
+
 def test_of_several_results_the_newest_full_one_counts_and_the_others_are_named(tmp_path):
     first = document("churn", {"rounds": 1}, [], date="2026-11-30T10:00:00+01:00")
     later = document("churn", {"rounds": 2}, [], date="2026-11-30T11:30:00+00:00")

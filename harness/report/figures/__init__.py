@@ -27,7 +27,8 @@ FIGURES: Mapping[str, Sequence[Callable[[Run], Drawing | None]]] = {
     "inheritance": (inheritance.first_tokens,),
     "overhead": (overhead.intervals,),
     "publication": (publication.stale,),
-    "rates": (rates.goodput,),
+    "rates": (rates.goodput, rates.selector),
+    "replay": (burst.live,),
     "retirement": (retirement.boundaries, retirement.tail),
 }
 

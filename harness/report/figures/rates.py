@@ -1,12 +1,13 @@
-"""A.2.2: which policy gives the most current-version output at which rate.
+"""A.2.2: which policy gives the most current-version output at which rate, and whether the selector follows.
 
-What a result of a bench `rates` is to have for it: one cell for each rate and concurrency,
+What a result of a bench `rates` has for it: one cell for each rate and concurrency,
 
     {"cell": {"bench": "rates", "revisions_per_scope_per_s": 0.05, "concurrency": 4},
-     "arms": {"native_1024": {"goodput_tokens_per_s": [21.0, ...]}, "native_8192": {...}, "always_4096": {...},
-              "selective_8192": {...}, "rate_only": {...}}}
+     "arms": {"native_64": {"goodput_tokens_per_s": [21.0, ...]}, "native_512": {...}, "selective_64": {...},
+              "selective_512": {...}, "rate": {...}}}
 
-with one value a repetition.
+with one value a repetition; and in the summary, under `by_cell.NAME`, the cell's `revisions_per_scope_per_s`,
+`concurrency`, `best_selective`, `selector_ratio` with its interval, and `selector_quantum_tokens`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from statistics import median
 from markupsafe import Markup
 
 from harness.experiment import Cell
-from harness.report.drawing import Drawing, Field, Key, heat
-from harness.report.numbers import NONE, TOKENS_PER_S
+from harness.rates import WITHIN_AIM
+from harness.report.drawing import Drawing, Field, Key, Span, Spans, heat, spans
+from harness.report.numbers import NONE, RATIO, TOKENS, TOKENS_PER_S
 from harness.report.results import Run, coordinate, values
 from harness.report.words import words
 
@@ -50,6 +52,44 @@ def goodput(run: Run) -> Drawing | None:
             for cell in found
         ],
         legend=[Key("good", "close to the best of its rate")],
+    )
+
+
+def selector(run: Run) -> Drawing | None:
+    """The selector's output over that of the better quantum, cell by cell."""
+    drawn, rows = [], []
+    for key in run.summary:
+        if not key.startswith("by_cell."):
+            continue
+        ratio, quantum = run.number(f"{key}/selector_ratio"), run.number(f"{key}/selector_quantum_tokens")
+        interval = run.interval(f"{key}/selector_ratio")
+        scopes, rate = run.number(f"{key}/{CONCURRENCY}"), run.number(f"{key}/{RATE}")
+        if ratio is None or interval is None or scopes is None or rate is None:
+            continue
+        chosen = NONE if quantum is None else TOKENS.text(quantum)
+        label = f"{scopes:g} scopes, rate {rate:g}"
+        span = Span("ours", ratio, interval.low, interval.high, RATIO.text(ratio))
+        drawn.append(Spans(label, (span,), f"chose {chosen}"))
+        better = words(str(run.figure(f"{key}/best_selective")))
+        rows.append((f"{scopes:g}", f"{rate:g}", better, RATIO.text(ratio), RATIO.between(interval), chosen))
+    if not drawn:
+        return None
+    told = "; ".join(f"{one.label} {one.found[0].words}" for one in drawn)
+    return Drawing(
+        title="The selector beside the better quantum",
+        caption="Current-version output of the selector over that of the better selective quantum of its cell, with "
+        "the interval of the pairs. The line is 2 % below.",
+        panels=[
+            spans(
+                f"Selector over the better quantum: {told}",
+                "selector / better quantum",
+                drawn,
+                "×",
+                rules=[("rule", WITHIN_AIM)],
+            )
+        ],
+        head=("concurrency", "revisions per scope and second", "better quantum", "ratio", "interval", "mean quantum"),
+        rows=rows,
     )
 
 

@@ -1,0 +1,311 @@
+"""`retire bench rates`: which policy gives most at which rate of revisions.
+
+Stands beside A.2.2: rates of 0, 0.05 and 0.2 revisions a scope and second, 4 and 8 scopes, five policies, three
+repetitions.  The paper's 108 points are these 90 and 18 that it does not describe.
+
+Seconds are the paper's on this machine's scale, as in `burst`: a prefill takes 0.405 s there (7.4), and what it takes
+here is measured at the start.  So a rate is as many revisions a prefill as there, and the window of `WINDOW_S` as many
+prefills long.  Quanta keep the paper's share of a prompt: an eighth, the whole.  Prompts share nothing.
+
+A scope has one version at a time, whose answer is longer than the window: without revisions it would speak until the
+end.  Scopes begin a prefill apart.  A cell has as many revisions as its rate says, at times and of scopes that are
+drawn with the trial's seed, and all policies meet the same ones:
+
+- `native_Q`: vLLM's requests without a scope; the runtime hangs up and sends the new request.
+- `selective_Q`: the new request supersedes; long steps are armed.
+- `rate`: the same on a server that has the large quantum and `--retire-policy rate`, the paper's selector.
+
+Goodput is current-version tokens a second of the window, as `harness.outcomes` counts them.  `selector_ratio` of a cell
+is the selector's over the better selective quantum's, which has the same guards.  Whether it lies within 2 % is counted
+by the medians; what an interval of so few repetitions can say stands beside it.
+
+What could be unfair, and which way:
+
+- Chosen for the better of two, the selective quantum is favoured by chance over the selector, which is one arm alone.
+- The selector begins every run calm, and needs some revisions before it believes in a rate: in each window it is at the
+  large quantum first.  A server that runs for hours would not.
+- Steps are cut while requests with scopes are there.  Nobody else is, here.
+- All answers are cut at the end of the window, in all arms alike: no final version is whole.
+- Everything else as in `burst`: two shared cores, native on patched servers, prefix caching that finds nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from harness.arrivals import Plan, Planned
+from harness.burst import PAPER_PREFILL_S, PROMPT_TOKENS, native_prefill_s, server_flags
+from harness.client import Reply, says_the_same
+from harness.experiment import Cell, Result, Target, columns, figures
+from harness.ledger import Key, Ledger
+from harness.outcomes import Outcome, Version
+from harness.progress import note
+from harness.replay import Arm, Figures, Replay, Replayed, Site, goodput, prompts
+from harness.session import Session, serving, serving_side_by_side
+from harness.statistics import Bootstrap, at_least, ratio_of_medians, whether
+from harness.workload import fresh_salt
+from retire.core.quantum import Policy
+from retire.settings import POLICY_ENV
+
+RATES, CONCURRENCIES = (0.0, 0.05, 0.2), (4, 8)
+SMALL, LARGE = PROMPT_TOKENS // 8, PROMPT_TOKENS
+WINDOW_S, QUICK_WINDOW_S = 60.0, 12.0
+ANSWER_TOKENS = 4096  # more than anybody says in a window
+CLEAN_TOKENS, ALTERNATIVES = 16, 5
+WITHIN_AIM = 0.98
+
+ARMS: Mapping[str, tuple[str, Arm]] = {
+    f"native_{SMALL}": ("small", Arm.NATIVE),
+    f"native_{LARGE}": ("large", Arm.NATIVE),
+    f"selective_{SMALL}": ("small", Arm.RETIRE),
+    f"selective_{LARGE}": ("large", Arm.RETIRE),
+    "rate": ("rate", Arm.RETIRE),
+}
+"""Per policy of the paper's: on which server, and what the runtime does."""
+
+SELECTOR = "rate"
+KEPT = ("goodput_tokens_per_s", "obsolete_tokens", "late_tokens", "final_ttft_ms", "cleanup_ms", "most_obsolete")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A cell of the map.  `rate`: revisions a scope and second of the paper's."""
+
+    rate: float
+    scopes: int
+
+    @property
+    def name(self) -> str:
+        """What its figures stand under."""
+        return f"rate_{self.rate:g}_scopes_{self.scopes}"
+
+    @property
+    def native_quantum(self) -> int:
+        """What the paper's map shows to be best natively."""
+        return SMALL if self.rate >= RATES[-1] else LARGE
+
+    def plan(self, window_s: float, prefill: float, seed: int) -> Plan:
+        """Every version of a trial, where a native prefill takes `prefill` seconds.
+
+        `window_s`: on the paper's scale.
+        """
+        draw, factor = random.Random(f"{self.name} {seed}"), prefill / PAPER_PREFILL_S  # noqa: S311 - times
+        begins_s = {scope: prefill * (scope - 1) for scope in range(1, self.scopes + 1)}
+        starts_s = {scope: [begin_s] for scope, begin_s in begins_s.items()}
+        for _ in range(round(self.rate * self.scopes * window_s)):
+            scope = draw.randint(1, self.scopes)
+            starts_s[scope].append(draw.uniform(begins_s[scope], window_s * factor))
+        versions = [
+            Planned(scope, number, start_s, None if number == 1 else start_s, PROMPT_TOKENS, 0, ANSWER_TOKENS)
+            for scope, starts in starts_s.items()
+            for number, start_s in enumerate(sorted(starts), start=1)
+        ]
+        return Plan(tuple(versions), (), tuple((scope, len(starts)) for scope, starts in starts_s.items()))
+
+
+POINTS = tuple(Point(rate, scopes) for scopes in CONCURRENCIES for rate in RATES)
+QUICK_POINTS = (Point(RATES[0], CONCURRENCIES[0]), Point(RATES[-1], CONCURRENCIES[0]))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """`trials`: repetitions of every cell."""
+
+    model: str = "smollm2"
+    trials: int = 3
+    name: str = field(default="rates", init=False)
+    paper: str = field(default="A.2.2", init=False)
+
+    own_servers: str = field(default="both quanta and the selector have a server each", init=False)
+
+    def run(self, ledger: Ledger, *, quick: bool) -> Result:
+        """See the module."""
+        points, trials = (QUICK_POINTS, 1) if quick else (POINTS, self.trials)
+        with _serving(self.model, ledger.checks) as servers:
+            for session in servers.values():
+                native_prefill_s(session, times=1)  # warms up
+            key = Key("prefill", (f"native_{LARGE}",), 0, seed=2)
+            prefill = ledger.trial(key, lambda: native_prefill_s(servers["large"]))
+            window_s = QUICK_WINDOW_S if quick else WINDOW_S
+            note(
+                f"  native prefill of {PROMPT_TOKENS} tokens: {prefill:.3f} s, the paper's {PAPER_PREFILL_S:g} s;"
+                f" window {window_s * prefill / PAPER_PREFILL_S:.3g} s, rates "
+                + ", ".join(f"{rate * PAPER_PREFILL_S / prefill:.3g}" for rate in RATES)
+                + " per scope and second here"
+            )
+            ledger.plan({"prefill": 1} | {point.name: trials for point in points})
+            bench = _Bench(ledger, servers, window_s, prefill)
+            found = {point: bench.runs(point, trials) for point in points}
+        return result(self, found, ledger.checks, servers["large"].seal, prefill, window_s)
+
+
+@contextmanager
+def _serving(model: str, checks: dict[str, bool]) -> Iterator[dict[str, Session]]:
+    envs = [{POLICY_ENV: Policy.SELECTIVE}, {POLICY_ENV: Policy.RATE}]
+    with (
+        serving(model, server_flags(SMALL), checks, envs[0]) as small,
+        serving_side_by_side(model, server_flags(LARGE), envs, checks) as [(_, large), (_, rate)],
+    ):
+        yield {"small": small, "large": large, "rate": rate}
+
+
+class _Bench:
+    """Servers, and the runs on them.  `window_s`: on the paper's scale.  `prefill`: of a native prompt, in seconds."""
+
+    def __init__(self, ledger: Ledger, servers: Mapping[str, Session], window_s: float, prefill: float) -> None:
+        self._ledger, self._servers = ledger, servers
+        self._window_s, self._prefill = window_s, prefill
+
+    def runs(self, point: Point, trials: int) -> list[Mapping[str, Figures]]:
+        """Per trial, every arm's figures."""
+        names = list(ARMS)
+        found = []
+        for trial in range(trials):
+            turn = trial % len(names)
+            order = names[turn:] + names[:turn]
+            key = Key(point.name, names, trial, seed=1 + trial)
+            found.append(self._ledger.trial(key, partial(self._trial, point, order, trial)))
+        return found
+
+    def _trial(self, point: Point, order: Sequence[str], trial: int) -> dict[str, Figures]:
+        """Every arm once, in that order."""
+        plan = point.plan(self._window_s, self._prefill, 1 + trial)
+        clean: dict[int, Reply] = {}
+        found: dict[str, Figures] = {}
+        for arm in order:
+            server, runtime = ARMS[arm]
+            session = self._servers[server]
+            found[arm] = told = self._run(session, plan, runtime, trial, clean)
+            note(
+                f"  {point.name} {trial + 1} {arm}: {told['goodput_tokens_per_s']:.1f} token/s,"
+                f" obsolete {told['obsolete_tokens']}, quantum {told['quantum_tokens'] or 'as started'}"
+            )
+        return found
+
+    def _run(self, session: Session, plan: Plan, runtime: Arm, trial: int, clean: dict[int, Reply]) -> Figures:
+        site = Site(session.url, session.model)
+        texts = prompts(site, plan, 1 + trial)
+        window_s = self._window_s * self._prefill / PAPER_PREFILL_S
+        before = session.quanta()
+        run = Replay(site, plan, texts, window_s=window_s, limit_s=window_s - plan.last_s).run(runtime)
+        chosen = {tokens: steps - before.get(tokens, 0) for tokens, steps in session.quanta().items()}
+        for name, holds in checks_of(run).items():
+            session.check(name, holds)
+        lasts = {scope: versions[-1] for scope, versions in run.versions.items()}
+        if not clean:
+            asked = {
+                scope: session.stream(texts[scope, last.planned.number], CLEAN_TOKENS, fresh_salt(), None, ALTERNATIVES)
+                for scope, last in lasts.items()
+            }
+            clean.update({scope: stream.wait() for scope, stream in asked.items()})
+        if runtime is Arm.RETIRE:
+            session.check("successors_begin_as_clean_runs", begin_as(lasts, clean))
+        told = run.figures()
+        return {**{name: told[name] for name in KEPT}, "quantum_tokens": mean_quantum(chosen)}
+
+
+def checks_of(run: Replayed) -> dict[str, bool]:
+    """What must be true although every answer is cut at the end of the window: no other one is broken off."""
+    held = {name: holds for name, holds in run.checks().items() if name != "last_versions_are_whole"}
+    failed = run.account.outcomes()[Outcome.FAILED.value]
+    return held | {"no_version_failed": failed <= min(run.cut, len(run.versions))}
+
+
+def begin_as(lasts: Mapping[int, Version], clean: Mapping[int, Reply]) -> bool:
+    """Whether every scope's last version says what a clean run says, as far as it came and numerics can tell."""
+    return all(says_the_same(clean[scope], version.reply, whole=False) for scope, version in lasts.items())
+
+
+def mean_quantum(steps: Mapping[int, int]) -> float | None:
+    """Of steps by quantum; None where none was chosen."""
+    count = sum(steps.values())
+    return sum(tokens * number for tokens, number in steps.items()) / count if count else None
+
+
+Trials = Sequence[Mapping[str, Figures]]
+
+
+def result(
+    bench: Rates,
+    found: Mapping[Point, Trials],
+    checks: Mapping[str, bool],
+    seal: Mapping[str, str],
+    prefill: float,
+    window_s: float,
+) -> Result:
+    """The figures of all cells, and what the worst of them says."""
+    told = {point: of_point(point, trials) for point, trials in found.items()}
+    counted = {point: one["selector_ratio"] for point, one in told.items() if one["selector_ratio"] is not None}
+    within = sum(ratio >= WITHIN_AIM for ratio in counted.values())
+    worst = min(counted, key=lambda point: counted[point], default=None)
+    runs = [(arm, run) for trials in found.values() for trial in trials for arm, run in trial.items()]
+    obsolete = {
+        runtime: sum(run["obsolete_tokens"] for arm, run in runs if ARMS[arm][1] is runtime)
+        for runtime in (Arm.RETIRE, Arm.NATIVE)
+    }
+    ratio = None if worst is None else _ratio(found[worst], SELECTOR, told[worst]["best_selective"])
+    head: dict[str, Any] = {
+        "selector_within_2pct": within,
+        "cells": len(found),
+        **figures("worst_selector_ratio", ratio),
+        "worst_cell": None if worst is None else worst.name,
+        "retire_obsolete_tokens": obsolete[Arm.RETIRE],
+        "native_obsolete_tokens": obsolete[Arm.NATIVE],
+        "native_quantum_as_paper": sum(
+            one["best_native"] == f"native_{point.native_quantum}" for point, one in told.items()
+        ),
+        "points": len(runs),
+        "prefill_s": prefill,
+        "time_scale": prefill / PAPER_PREFILL_S,
+        "window_s": window_s * prefill / PAPER_PREFILL_S,
+    }
+    verdict = whether(holds=False) if ratio is None else at_least(ratio.interval(), WITHIN_AIM)
+    targets = [
+        Target("selector_within_2pct", "follows", f"{len(found)}", whether(within == len(found))),
+        Target("worst_selector_ratio", "follows", f"≥ {WITHIN_AIM:g}", verdict),
+        Target("retire_obsolete_tokens", "0", "0", whether(bool(runs) and obsolete[Arm.RETIRE] == 0)),
+    ]
+    cells = [
+        Cell({"bench": "rates", "revisions_per_scope_per_s": point.rate, "concurrency": point.scopes}, columns(trials))
+        for point, trials in found.items()
+    ]
+    by_cell = {f"by_cell.{point.name}": one for point, one in told.items()}
+    return Result(cells, {**head, **by_cell}, dict(checks), targets, bench.model, seal)
+
+
+def of_point(point: Point, trials: Trials) -> dict[str, Any]:
+    """One cell: every policy's goodput, and what the selector and RETIRE make of it.
+
+    Ratios are of medians; `selector_over.ARM` is against each other policy.
+    """
+    given = {arm: told for arm in ARMS if (told := goodput([trial[arm] for trial in trials])) is not None}
+    best = {
+        kind: max((arm for arm in given if arm.startswith(kind)), key=lambda arm: given[arm], default=None)
+        for kind in ("native", "selective")
+    }
+    quantum = [run["quantum_tokens"] for trial in trials if (run := trial[SELECTOR])["quantum_tokens"]]
+    over = [figures(f"selector_over.{arm}", _ratio(trials, SELECTOR, arm)) for arm in ARMS if arm != SELECTOR]
+    return {
+        "revisions_per_scope_per_s": point.rate,
+        "concurrency": point.scopes,
+        "goodput_tokens_per_s": given,
+        "best_native": best["native"],
+        "best_selective": best["selective"],
+        **figures("selector_ratio", _ratio(trials, SELECTOR, best["selective"])),
+        **figures("goodput_ratio", _ratio(trials, best["selective"], best["native"])),
+        **{key: value for one in over for key, value in one.items()},
+        "selector_quantum_tokens": sum(quantum) / len(quantum) if quantum else None,
+    }
+
+
+def _ratio(trials: Trials, above: str | None, below: str | None) -> Bootstrap | None:
+    """Of goodputs, by trial; None where somebody gave nothing."""
+    if above is None or below is None:
+        return None
+    pairs = [(trial[above]["goodput_tokens_per_s"], trial[below]["goodput_tokens_per_s"]) for trial in trials]
+    return Bootstrap(ratio_of_medians, pairs) if pairs and min(min(pair) for pair in pairs) > 0 else None
