@@ -4,8 +4,9 @@ vLLM starts its engine process by `spawn`, and that one its worker: one after th
 which is most of a start.  Here a process sets a copy of itself aside as soon as the modules are there and before
 anything has run in it; a spawn then takes the copy instead of a new interpreter, and the copy's own copy serves the
 next.  A copy gets what a new interpreter would get, the environment and the file descriptors, and loads its plugins
-itself.  For tests, which start servers by the dozen; not for compiled graphs, whose compiler reads its settings when it
-is imported.
+itself.  For tests, which start servers by the dozen, beside one that starts as users start it: copies share the seed of
+string hashes and have their modules before their plugins.  Not for compiled graphs, whose compiler reads its settings
+when it is imported.
 
 Owns: the hand-over to a copy.  Source of what is replaced: `multiprocessing.popen_spawn_posix`.
 """

@@ -69,7 +69,7 @@ def all_failed(servers: Mapping[str, Server]) -> Iterator[Mapping[str, Server]]:
 _PATH = (str(Path(__file__).parent / "engine" / "ahead"), os.environ.get("PYTHONPATH"))
 AHEAD = {**SHORT_PINS, "PYTHONPATH": os.pathsep.join(filter(None, _PATH))}
 COMMON: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {  # the session's servers, by their fixtures
-    "tiny_server": ("tiny-llama", {"env": SHORT_PINS}, TINY_FLAGS),
+    "tiny_server": ("tiny-llama", {"env": SHORT_PINS, "preforked": False}, TINY_FLAGS),  # as users start it
     "gemma_server": ("tiny-gemma3", {"env": SHORT_PINS}, TINY_FLAGS),
     "plain_server": ("tiny-llama", {"patched": False}, TINY_FLAGS),
     "ahead_server": ("tiny-llama", {"env": AHEAD}, (*TINY_FLAGS, "--max-num-batched-tokens", "1024")),
