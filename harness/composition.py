@@ -270,11 +270,11 @@ class _Side:
         one.predecessor.hang_up()
         one.predecessor.wait()
         reply, hit = one.successor.wait(), one.moment.hit()
-        record = None
-        if not one.arm.startswith("native"):
-            record = record_of(self.session.url, one.location or reply.headers["location"])
-        elif hit:
+        native, record = one.arm.startswith("native"), None
+        if native or not hit:  # a step that was over before the moment has cost a try, and the next one is to be better
             self.moments.learn(one.moment)
+        if not native:
+            record = record_of(self.session.url, one.location or reply.headers["location"])
         self.session.check("successors_are_answered", reply.status == 200)
         return _Answered((first_token_s - one.moment.at) * 1000, reply, record) if hit else None
 

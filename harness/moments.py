@@ -120,7 +120,7 @@ class Moments:
         return Moment(watch, watch.asked, self.clock())
 
     def learn(self, moment: Moment) -> None:
-        """The step at this moment ran to its end as it always does: so long does it take now."""
+        """Its step ran to its end as it always does, or was over before the moment: so long does it take now."""
         assert moment.steps_before is not None
         seen_s, step = moment.step_s(), moment.steps_before
         self.lengths_s[step] += WEIGHT * (seen_s - self.lengths_s[step])
@@ -168,6 +168,7 @@ class Moment:
         return self._watch.answered - self.at
 
     def step_s(self) -> float:
-        """How long its step took in all."""
+        """How long its step took in all; it may have been over before the moment."""
         self._watch.join()
-        return self._watch.answered - self.begun
+        ended = self._watch.ended[self.steps_before :] if self.steps_before is not None else ()
+        return (ended[0][1] if ended else self._watch.answered) - self.begun
