@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 
 from retire.core.errors import SeamError
 from retire.core.quantum import Policy, Selector
-from retire.engine import configuration
+from retire.engine import configuration, coordinator
 from retire.engine.quantum import cut_to
 from retire.engine.scheduler import VersionedScheduler
 from tests.engine.test_coordinator import PROMPT, REVISED, world_in
@@ -272,6 +272,64 @@ def test_revisions_of_live_scopes_count_and_those_of_idle_ones_do_not(tmp_path: 
         world.pass_time(1e6)
         world.step()
         assert selector.pressure == pytest.approx(0, abs=1e-9), "it has faded"
+
+
+def its_first_step_stops(world: Any, scope: Any) -> None:
+    """With nothing in common: no row of it is of use, no block is kept, and the step's end comes before the message."""
+    world.admit(scope, PROMPT)
+    world.schedule()
+    scope.store()
+    world.finish_step(stop=True)
+
+
+def it_waits(world: Any, scope: Any) -> None:
+    world.admit(scope, PROMPT)
+    scope.store()
+    world.schedule()
+
+
+def its_abort_overtakes(world: Any, scope: Any) -> None:
+    """Between two of its steps: vLLM's abort is carried out at once."""
+    old = world.admit(scope, PROMPT, max_tokens=9)
+    world.step()
+    scope.store()
+    world.client_leaves(old)
+
+
+@pytest.mark.parametrize("gone", [its_first_step_stops, it_waits, its_abort_overtakes])
+def test_a_revision_counts_although_its_request_is_gone_when_the_message_comes(tmp_path: Path, gone):
+    selector = Selector((16, 8, 4))
+    with world_in(tmp_path, selector=selector) as world:
+        gone(world, world.scope())
+        assert not world.requests
+        assert selector.pressure == 0
+        world.deliver()
+        once = selector.pressure
+        assert once > 0
+        world.scope().supersede()
+        assert selector.pressure == once, "it counts once"
+        assert not world.retire._left_behind
+
+
+def test_what_ended_before_it_was_superseded_or_came_after_does_not_count(tmp_path: Path):
+    selector = Selector((16, 8, 4))
+    with world_in(tmp_path, selector=selector) as world:
+        world.client_leaves(world.admit(world.scope("left"), PROMPT))
+        world.scope("left").supersede()
+        late = world.scope("late")
+        late.store()
+        world.admit(late, REVISED)  # nothing of the old epoch ever was
+        world.deliver()
+        assert selector.pressure == 0
+
+
+def test_revisions_that_nobody_tells_of_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(coordinator, "LEFT_BEHIND", 3)
+    with world_in(tmp_path, selector=Selector((16, 8, 4))) as world:
+        for _ in range(5):
+            it_waits(world, world.scope())
+            world.messages.clear()
+        assert [epoch for _, epoch in world.retire._left_behind] == [3, 4, 5]
 
 
 @pytest.mark.parametrize("selector", [None, Selector((16, 8))])
