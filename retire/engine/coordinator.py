@@ -242,11 +242,11 @@ class Coordinator:
 
     def step_ended(self, output: Any, receipt: Receipt | None) -> None:
         """The step's output is here, not yet processed: publish what was written, close what lost authority."""
-        rows, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
+        rows, most = output.total_num_scheduled_tokens, max(output.num_scheduled_tokens.values(), default=0)
         began_ns = max(output.retire_began_ns, self._step_ended_ns)  # it may have waited for the one before
         self._step_ended_ns = self._clock_ns()
-        if requests and not (receipt is not None and (receipt.stopped or receipt.cuts)):
-            self._rates.ran(rows, requests, self._step_ended_ns - began_ns)
+        if most and not (receipt is not None and (receipt.stopped or receipt.cuts)):
+            self._rates.ran(rows, most, self._step_ended_ns - began_ns)
         self._steps.ended(output, receipt)
         self._safe_points += receipt.safe_points if receipt is not None else 0
         self.sweep()

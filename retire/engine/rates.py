@@ -12,7 +12,7 @@ from retire.core.types import Tier, TokenCount
 
 WEIGHT = 0.2  # of the newest step in the running mean
 DECODE_ROWS = 8  # of one request: a token, and a usual number of drafts
-PROMPT_ROWS = 64  # fewer hardly take longer than one
+PROMPT_ROWS = 64  # of one request; fewer hardly take longer than one
 
 
 class Rates:
@@ -32,11 +32,15 @@ class Rates:
         self.ns_per_token: float | None = None
         self.decode_ns: float | None = None
 
-    def ran(self, rows: int, requests: int, took_ns: int) -> None:
-        """A step ran to its end.  What lies between decoding (with drafts) and prompts says nothing about either."""
-        if rows <= self._decode_rows * requests:
+    def ran(self, rows: int, most: int, took_ns: int) -> None:
+        """A step of so many rows ran to its end, `most` of them one request's.
+
+        That many tell a prompt from decodes, whoever else is in the step.  What lies between decoding (with drafts) and
+        prompts says nothing about either.
+        """
+        if most <= self._decode_rows:
             self.decode_ns = _mixed(self.decode_ns, took_ns)
-        elif rows >= PROMPT_ROWS:
+        elif most >= PROMPT_ROWS:
             self.ns_per_token = _mixed(self.ns_per_token, took_ns / rows)
 
     @property
@@ -46,10 +50,13 @@ class Rates:
             return 0
         return int(self.decode_ns / self.ns_per_token)
 
-    def is_long(self, rows: int, requests: int) -> bool:
-        """Whether a step is expected to take `long_ns` or more.  What was never measured may."""
+    def is_long(self, rows: int, most: int) -> bool:
+        """Whether a step of so many rows, `most` of them one request's, is expected to take `long_ns` or more.
+
+        What was never measured may.
+        """
         known = self.decode_ns
-        if rows > self._decode_rows * requests:
+        if most > self._decode_rows:
             known = None if self.ns_per_token is None else max(self.ns_per_token * rows, known or 0)
         return known is None or known >= self._long_ns
 
