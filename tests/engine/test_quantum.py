@@ -26,10 +26,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from retire.core.errors import SeamError
-from retire.core.quantum import Policy, Selector
+from retire.core.quantum import HALVINGS, Policy, Selector
 from retire.engine import configuration, coordinator
 from retire.engine.quantum import cut_to
+from retire.engine.rates import Rates
 from retire.engine.scheduler import VersionedScheduler
+from tests.core.test_quantum import seen
 from tests.engine.test_coordinator import PROMPT, REVISED, world_in
 
 LARGEST, UNIT = 512, 32
@@ -226,7 +228,7 @@ class Chooses(VersionedScheduler):
     def __init__(self, steps: Steps, chosen: int, turn: str | None = None) -> None:
         self.steps, self.asked = steps, []
         self._selector: Any = SimpleNamespace(choose=lambda step_s: self.asked.append(step_s) or chosen)
-        self._rates: Any = SimpleNamespace(ns_per_token=1e6)
+        self._rates: Any = SimpleNamespace(largest_ns=512e6)
         self._turn = turn
 
     def __getattr__(self, name: str) -> Any:
@@ -238,6 +240,14 @@ def test_the_selector_is_told_how_long_the_largest_step_takes(config):
     with chooser._quantum():
         assert chooser.steps.scheduler.max_num_scheduled_tokens == LARGEST
     assert chooser.asked == [pytest.approx(0.512)]
+
+
+def test_a_small_quantum_does_not_hold_itself_down():
+    """The share of a step's fixed cost is large in its tokens, and says nothing about how long the largest takes."""
+    selector, rates = seen(0.05, 8), Rates(0, None, largest=LARGEST)
+    for rows in [LARGEST, *[LARGEST >> HALVINGS] * 50]:
+        rates.ran(rows, rows, int((0.1 + 0.305 * rows / LARGEST) * 1e9))
+    assert selector.choose(rates.largest_ns / 1e9) == LARGEST
 
 
 def test_a_request_that_runs_alone_keeps_the_chunks_of_a_clean_run(config):

@@ -65,6 +65,30 @@ def test_one_odd_step_moves_the_mean_by_a_fifth() -> None:
     assert rates.ns_per_token == pytest.approx(12)
 
 
+def took_ns(rows: int) -> int:
+    """Of a step with a fixed cost."""
+    return 3000 + 10 * rows
+
+
+def test_small_steps_do_not_make_the_largest_look_longer() -> None:
+    rates = Rates(0, None, largest=512)
+    assert rates.largest_ns == 0
+    rates.ran(64, 64, took_ns(64))
+    assert rates.largest_ns == pytest.approx(8 * took_ns(64)), "better than nothing"
+    rates.ran(512, 500, took_ns(512))
+    for _ in range(100):
+        rates.ran(64, 64, took_ns(64))
+    assert rates.largest_ns == pytest.approx(took_ns(512))
+
+
+def test_one_odd_large_step_is_not_believed_for_long() -> None:
+    rates = Rates(0, None, largest=512)
+    rates.ran(512, 512, 100 * took_ns(512))
+    for _ in range(100):
+        rates.ran(64, 64, took_ns(64))
+    assert rates.largest_ns == pytest.approx(8 * took_ns(64))
+
+
 def test_a_restore_pays_when_it_is_faster_than_computing() -> None:
     rates = Rates(32, lambda tokens: tokens * 5.0, long_ns=0)
     assert rates.pays(TokenCount(64), Tier.DRAM), "what was never measured is tried"
