@@ -198,6 +198,21 @@ def test_a_threshold_of_the_servers_own_still_holds(config):
         config.scheduler_config.long_prefill_token_threshold = 0
 
 
+@pytest.mark.parametrize(("quantum", "shares"), [(64, [64]), (256, [128, 128]), (448, [128, 128, 128, 64])])
+def test_a_threshold_that_adapts_gives_no_less_than_upstreams_fair_share(config, quantum, shares):
+    steps = Steps(config)
+    config.scheduler_config.long_prefill_token_threshold = 32
+    steps.scheduler.adaptive_long_prefill_threshold = True
+    try:
+        for _ in range(4):
+            steps.add(1000)
+        assert list(steps.step(quantum).values()) == shares
+        assert config.scheduler_config.long_prefill_token_threshold == 32
+        assert steps.scheduler.adaptive_long_prefill_threshold
+    finally:
+        config.scheduler_config.long_prefill_token_threshold = 0
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("kind", "guesses"), [(Scheduler, 0), (Scheduler, 3), (AsyncScheduler, 0)])
 def test_at_random_no_decode_waits_and_everybody_ends(config, kind, guesses, seed):
