@@ -365,9 +365,22 @@ def test_the_status_tells_how_many_steps_were_given_which_quantum(tmp_path: Path
         assert world.retire.told({"kind": "status"})["quanta"] == ({} if selector is None else {"16": 1})
 
 
-@pytest.mark.parametrize(("policy", "chunked", "refused"), [("rate", False, True), ("rate", True, False)])
-def test_without_chunked_prefill_there_is_no_quantum_to_choose(policy, chunked, refused):
-    asked = SimpleNamespace(scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked))
-    with pytest.raises(SeamError, match="chunked prefill") if refused else nullcontext():
-        configuration.check_policy(asked, Policy(policy))
-    configuration.check_policy(asked, Policy.ALWAYS)
+@pytest.mark.parametrize(
+    ("chunked", "multimodal", "refused"),
+    [(True, False, None), (False, False, "without chunked prefill"), (True, True, "multimodal")],
+)
+def test_where_prompts_cannot_be_cut_anywhere_there_is_no_quantum_to_choose(chunked, multimodal, refused):
+    asked: Any = SimpleNamespace(scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked))
+    asked.model_config = SimpleNamespace(is_multimodal_model=multimodal)
+    with pytest.raises(SeamError, match=refused) if refused else nullcontext():
+        configuration.check_policy(asked, Policy.RATE)
+    for policy in (Policy.SELECTIVE, Policy.ALWAYS):
+        configuration.check_policy(asked, policy)
+
+
+def test_gemma_3_without_pictures_is_no_multimodal_model(tmp_path: Path):
+    more = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 64}
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | more))
+    model = ModelConfig(str(tmp_path), skip_tokenizer_init=True, max_model_len=4096, dtype="float32")
+    asked = SimpleNamespace(scheduler_config=SimpleNamespace(enable_chunked_prefill=True), model_config=model)
+    configuration.check_policy(asked, Policy.RATE)
