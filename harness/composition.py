@@ -53,6 +53,8 @@ from harness.session import DEVELOPMENT, Session, serving_side_by_side
 from harness.statistics import Bootstrap, Verdict, at_least, holm, median_of_ratios, whether
 from harness.turns import Turns
 from harness.workload import diverging, fresh_salt, fresh_scope, passage, record_of
+from retire.core.quantum import Policy
+from retire.settings import ARM_ENV, POLICY_ENV
 
 ARMS = ("native_cold", "native_prefix", "trim", "invalidate", "inherit", "combined")
 PAPER = {"invalidate": 0.056, "inherit": 0.103, "combined": 0.171}
@@ -224,7 +226,8 @@ def _serving(
         *("--kv-cache-memory-bytes", str(1 << 30)),
         *("--worker-extension-cls", EXTENSION),
     )
-    envs = [DEVELOPMENT] * SERVERS + [{**DEVELOPMENT, "RETIRE_ARM_MS": "1000000"}] * unarmed
+    alike = {**DEVELOPMENT, POLICY_ENV: Policy.SELECTIVE}  # whatever is exported here
+    envs = [alike] * SERVERS + [{**alike, ARM_ENV: "1000000"}] * unarmed
     return serving_side_by_side(model, flags, envs, checks)
 
 

@@ -195,7 +195,8 @@ def _servers(
         *("--kv-cache-memory-bytes", str(1 << 30)),
     )
     names = [*(ARMS[::-1] if swapped else ARMS), *(("always",) if always else ())]
-    env = dict.fromkeys(names, ALLOCATOR) | {"always": {**ALLOCATOR, POLICY_ENV: Policy.ALWAYS}}
+    policy = dict.fromkeys(names, Policy.SELECTIVE) | {"always": Policy.ALWAYS}  # whatever is exported here
+    env = {name: {**ALLOCATOR, POLICY_ENV: policy[name]} for name in names}
     with started(model, flags, [{"patched": name != "native", "env": env[name]} for name in names]) as running:
         servers = dict(zip(names, running, strict=True))
         sessions = [Session(server.url, model, checks=checks) for name, server in servers.items() if name != "native"]

@@ -33,13 +33,14 @@ MODULES = (
     "model_forward",
     "draft_proposal",
     "attention_safe_point",
+    "mla_attention_safe_point",
     "column_linear_safe_point",
     "row_linear_safe_point",
     "seeded_sample",
     "seeded_bookkeeping",
 )
 SAFE_POINTS = {
-    "attention": ("attention_safe_point",),
+    "attention": ("attention_safe_point", "mla_attention_safe_point"),
     "linear": ("column_linear_safe_point", "row_linear_safe_point"),
 }
 PINS = Path(__file__).with_name("pins.toml")

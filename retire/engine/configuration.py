@@ -135,8 +135,12 @@ def check(config: Any, *, api_processes: int) -> None:
 
 def check_policy(config: Any, policy: Policy) -> None:
     """Raise SeamError where the policy has no quantum to choose."""
-    if policy is Policy.RATE and not config.scheduler_config.enable_chunked_prefill:
+    if policy is not Policy.RATE:
+        return
+    if not config.scheduler_config.enable_chunked_prefill:
         raise SeamError(f"{POLICY_ENV}={policy} without chunked prefill: prompts are not cut, whatever is chosen")
+    if config.model_config is not None and config.model_config.is_multimodal_model:
+        raise SeamError(f"{POLICY_ENV}={policy} with a multimodal model: some inputs must be prefilled in one piece")
 
 
 def check_tenants(config: Any, tenants: Registry) -> None:

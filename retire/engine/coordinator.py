@@ -50,6 +50,8 @@ from retire.engine.plan import Receipt
 from retire.engine.rates import Rates
 from retire.engine.steps import Engine, Steps, Tracked
 
+LEFT_BEHIND = 4096  # versions whose requests have gone and whose message may still come; each is a name and a number
+
 
 class Coordinator:
     """One per scheduler.  All calls come from the engine's own thread.
@@ -80,6 +82,7 @@ class Coordinator:
         self._untold_ns = untold_ns
         self._clock_ns = clock_ns
         self._selector = selector
+        self._left_behind: dict[tuple[ScopeKey, Epoch], bool] = {}  # revoked, and lost a request before their message
         self._requests = steps.requests
         self._states: dict[ScopeKey, ScopeState] = {}
         self._early: dict[ScopeKey, list[RequestId]] = {}  # admitted before the message about their epoch
@@ -193,8 +196,18 @@ class Coordinator:
             left = self._left_by(request, tracked)
             if left is not None:
                 self._finished.keep(key, state.epoch, left)
+            if not self._table.current(tracked.tag.ticket):
+                self._leave_behind(key, state.epoch)
         if state is not None and rid in state.live | state.closing | state.leaving:
             self._feed(key, happened.RequestFinished(rid))
+
+    def _leave_behind(self, key: ScopeKey, epoch: Epoch) -> None:
+        """A request of this epoch is gone before anybody said that the epoch is over: whoever counts wants to know."""
+        if self._selector is None:
+            return
+        self._left_behind[key, epoch] = True
+        if len(self._left_behind) > LEFT_BEHIND:
+            del self._left_behind[next(iter(self._left_behind))]
 
     def defers_abort(self, request_id: str) -> bool:
         """An abort from outside came while a step computes the request: it waits for the receipt."""
@@ -229,11 +242,11 @@ class Coordinator:
 
     def step_ended(self, output: Any, receipt: Receipt | None) -> None:
         """The step's output is here, not yet processed: publish what was written, close what lost authority."""
-        rows, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
+        rows, most = output.total_num_scheduled_tokens, max(output.num_scheduled_tokens.values(), default=0)
         began_ns = max(output.retire_began_ns, self._step_ended_ns)  # it may have waited for the one before
         self._step_ended_ns = self._clock_ns()
-        if requests and not (receipt is not None and (receipt.stopped or receipt.cuts)):
-            self._rates.ran(rows, requests, self._step_ended_ns - began_ns)
+        if most and not (receipt is not None and (receipt.stopped or receipt.cuts)):
+            self._rates.ran(rows, most, self._step_ended_ns - began_ns)
         self._steps.ended(output, receipt)
         self._safe_points += receipt.safe_points if receipt is not None else 0
         self.sweep()
@@ -365,7 +378,7 @@ class Coordinator:
         contract = contract_of(event["contract"])
         if key not in self._states or self._states[key].cancelled:
             self._states[key] = ScopeState(tenant=key[0], scope=key[1], epoch=old)
-        if self._selector is not None and self._states[key].live:
+        if self._selector is not None and self._had_requests(key, old):
             self._selector.revised(event["at_ns"] / 1e9)
         left, refusal = self._take_finished(key, old, contract)
         self._expiry_ns[transition] = event["at_ns"] + contract.lifetime_ms * 1_000_000
@@ -387,6 +400,11 @@ class Coordinator:
         for rid in self._early.pop(key, []):
             if rid in self._requests:
                 self._place(rid)
+
+    def _had_requests(self, key: ScopeKey, old: Epoch) -> bool:
+        """Whether the epoch that a message ends had requests when it was revoked.  Asked once."""
+        state = self._states[key]
+        return self._left_behind.pop((key, old), False) or (bool(state.live) and state.epoch <= old)
 
     def _settle_orphans(self, key: ScopeKey, contract: Contract) -> None:
         """What was closed before this message came is offered now, under its contract."""

@@ -23,7 +23,10 @@ def cut_to(quantum: int, scheduler: Any) -> Iterator[None]:
     """
     largest, config = scheduler.max_num_scheduled_tokens, scheduler.scheduler_config
     threshold, adaptive = config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold
-    chunk = min(quantum, threshold) if threshold > 0 else quantum
+    most = threshold
+    if adaptive:  # as upstream has it, before the budget is cut
+        most = max(threshold, config.max_num_batched_tokens // max(1, sum(scheduler.get_request_counts())))
+    chunk = min(quantum, most) if threshold > 0 else quantum
     held: list[tuple[Any, int]] = []
     decodes = prompts = 0
     for request in scheduler.running:
@@ -39,7 +42,7 @@ def cut_to(quantum: int, scheduler: Any) -> Iterator[None]:
             request.next_decode_eligible_step = sys.maxsize
     scheduler.max_num_scheduled_tokens = min(largest, decodes + max(prompts, quantum))
     config.long_prefill_token_threshold = chunk
-    scheduler.adaptive_long_prefill_threshold = False  # else upstream widens the threshold
+    scheduler.adaptive_long_prefill_threshold = False  # else upstream widens the chunk again
     try:
         yield
     finally:

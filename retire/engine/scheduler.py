@@ -59,6 +59,7 @@ class VersionedScheduler:
             restore_ns,
             long_ns=0 if settings.policy is Policy.ALWAYS else settings.arm_ms * 1_000_000,
             drafts=scheduler.num_spec_tokens,
+            largest=scheduler.max_num_scheduled_tokens,
         )
         self._grid_tokens = _chunk_tokens(scheduler)
         exact = configuration.exact_grid(self._grid_tokens, guesses=scheduler.num_spec_tokens > 0)
@@ -197,7 +198,7 @@ class VersionedScheduler:
         if selector is None or self._turn:
             yield
             return
-        quantum = selector.choose(largest * (self._rates.ns_per_token or 0.0) / 1e9)
+        quantum = selector.choose(self._rates.largest_ns / 1e9)
         if quantum >= largest:
             yield
             return

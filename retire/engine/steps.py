@@ -139,7 +139,7 @@ class Steps:
                 self._seq,
                 tuple(rows),
                 foreign_rows=total - sum(planned.end - planned.start for planned in rows),
-                armed=self._rates.is_long(total, len(output.num_scheduled_tokens)),
+                armed=self._rates.is_long(total, max(output.num_scheduled_tokens.values())),
                 unit_tokens=self._unit_tokens,
                 least_rows=self._rates.least_rows,
             )

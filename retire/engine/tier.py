@@ -146,7 +146,10 @@ class RetireTier(KVConnectorBase_V1, SupportsHMA):
 
 @contextmanager
 def unknown_to_layers() -> Iterator[None]:
-    """While this is open vLLM knows of no connector: every attention layer would look up two hooks that do nothing."""
+    """While this is open vLLM knows of no connector: every attention layer would look up two hooks that do nothing.
+
+    A process runs one pass at a time: its forward context is one for all threads, as its connector is.
+    """
     known, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
     try:
         yield

@@ -152,7 +152,7 @@ class FixedRates(Rates):
         super().__init__(0, None)
         self._arm_rows = arm_rows
 
-    def is_long(self, rows: int, requests: int) -> bool:  # noqa: ARG002
+    def is_long(self, rows: int, most: int) -> bool:  # noqa: ARG002
         return rows >= self._arm_rows
 
 

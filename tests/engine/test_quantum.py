@@ -26,10 +26,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from retire.core.errors import SeamError
-from retire.core.quantum import Policy, Selector
-from retire.engine import configuration
+from retire.core.quantum import HALVINGS, Policy, Selector
+from retire.engine import configuration, coordinator
 from retire.engine.quantum import cut_to
+from retire.engine.rates import Rates
 from retire.engine.scheduler import VersionedScheduler
+from tests.core.test_quantum import seen
 from tests.engine.test_coordinator import PROMPT, REVISED, world_in
 
 LARGEST, UNIT = 512, 32
@@ -196,6 +198,21 @@ def test_a_threshold_of_the_servers_own_still_holds(config):
         config.scheduler_config.long_prefill_token_threshold = 0
 
 
+@pytest.mark.parametrize(("quantum", "shares"), [(64, [64]), (256, [128, 128]), (448, [128, 128, 128, 64])])
+def test_a_threshold_that_adapts_gives_no_less_than_upstreams_fair_share(config, quantum, shares):
+    steps = Steps(config)
+    config.scheduler_config.long_prefill_token_threshold = 32
+    steps.scheduler.adaptive_long_prefill_threshold = True
+    try:
+        for _ in range(4):
+            steps.add(1000)
+        assert list(steps.step(quantum).values()) == shares
+        assert config.scheduler_config.long_prefill_token_threshold == 32
+        assert steps.scheduler.adaptive_long_prefill_threshold
+    finally:
+        config.scheduler_config.long_prefill_token_threshold = 0
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("kind", "guesses"), [(Scheduler, 0), (Scheduler, 3), (AsyncScheduler, 0)])
 def test_at_random_no_decode_waits_and_everybody_ends(config, kind, guesses, seed):
@@ -226,7 +243,7 @@ class Chooses(VersionedScheduler):
     def __init__(self, steps: Steps, chosen: int, turn: str | None = None) -> None:
         self.steps, self.asked = steps, []
         self._selector: Any = SimpleNamespace(choose=lambda step_s: self.asked.append(step_s) or chosen)
-        self._rates: Any = SimpleNamespace(ns_per_token=1e6)
+        self._rates: Any = SimpleNamespace(largest_ns=512e6)
         self._turn = turn
 
     def __getattr__(self, name: str) -> Any:
@@ -238,6 +255,14 @@ def test_the_selector_is_told_how_long_the_largest_step_takes(config):
     with chooser._quantum():
         assert chooser.steps.scheduler.max_num_scheduled_tokens == LARGEST
     assert chooser.asked == [pytest.approx(0.512)]
+
+
+def test_a_small_quantum_does_not_hold_itself_down():
+    """The share of a step's fixed cost is large in its tokens, and says nothing about how long the largest takes."""
+    selector, rates = seen(0.05, 8), Rates(0, None, largest=LARGEST)
+    for rows in [LARGEST, *[LARGEST >> HALVINGS] * 50]:
+        rates.ran(rows, rows, int((0.1 + 0.305 * rows / LARGEST) * 1e9))
+    assert selector.choose(rates.largest_ns / 1e9) == LARGEST
 
 
 def test_a_request_that_runs_alone_keeps_the_chunks_of_a_clean_run(config):
@@ -274,6 +299,64 @@ def test_revisions_of_live_scopes_count_and_those_of_idle_ones_do_not(tmp_path: 
         assert selector.pressure == pytest.approx(0, abs=1e-9), "it has faded"
 
 
+def its_first_step_stops(world: Any, scope: Any) -> None:
+    """With nothing in common: no row of it is of use, no block is kept, and the step's end comes before the message."""
+    world.admit(scope, PROMPT)
+    world.schedule()
+    scope.store()
+    world.finish_step(stop=True)
+
+
+def it_waits(world: Any, scope: Any) -> None:
+    world.admit(scope, PROMPT)
+    scope.store()
+    world.schedule()
+
+
+def its_abort_overtakes(world: Any, scope: Any) -> None:
+    """Between two of its steps: vLLM's abort is carried out at once."""
+    old = world.admit(scope, PROMPT, max_tokens=9)
+    world.step()
+    scope.store()
+    world.client_leaves(old)
+
+
+@pytest.mark.parametrize("gone", [its_first_step_stops, it_waits, its_abort_overtakes])
+def test_a_revision_counts_although_its_request_is_gone_when_the_message_comes(tmp_path: Path, gone):
+    selector = Selector((16, 8, 4))
+    with world_in(tmp_path, selector=selector) as world:
+        gone(world, world.scope())
+        assert not world.requests
+        assert selector.pressure == 0
+        world.deliver()
+        once = selector.pressure
+        assert once > 0
+        world.scope().supersede()
+        assert selector.pressure == once, "it counts once"
+        assert not world.retire._left_behind
+
+
+def test_what_ended_before_it_was_superseded_or_came_after_does_not_count(tmp_path: Path):
+    selector = Selector((16, 8, 4))
+    with world_in(tmp_path, selector=selector) as world:
+        world.client_leaves(world.admit(world.scope("left"), PROMPT))
+        world.scope("left").supersede()
+        late = world.scope("late")
+        late.store()
+        world.admit(late, REVISED)  # nothing of the old epoch ever was
+        world.deliver()
+        assert selector.pressure == 0
+
+
+def test_revisions_that_nobody_tells_of_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(coordinator, "LEFT_BEHIND", 3)
+    with world_in(tmp_path, selector=Selector((16, 8, 4))) as world:
+        for _ in range(5):
+            it_waits(world, world.scope())
+            world.messages.clear()
+        assert [epoch for _, epoch in world.retire._left_behind] == [3, 4, 5]
+
+
 @pytest.mark.parametrize("selector", [None, Selector((16, 8))])
 def test_the_status_tells_how_many_steps_were_given_which_quantum(tmp_path: Path, selector):
     with world_in(tmp_path, selector=selector) as world:
@@ -282,9 +365,22 @@ def test_the_status_tells_how_many_steps_were_given_which_quantum(tmp_path: Path
         assert world.retire.told({"kind": "status"})["quanta"] == ({} if selector is None else {"16": 1})
 
 
-@pytest.mark.parametrize(("policy", "chunked", "refused"), [("rate", False, True), ("rate", True, False)])
-def test_without_chunked_prefill_there_is_no_quantum_to_choose(policy, chunked, refused):
-    asked = SimpleNamespace(scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked))
-    with pytest.raises(SeamError, match="chunked prefill") if refused else nullcontext():
-        configuration.check_policy(asked, Policy(policy))
-    configuration.check_policy(asked, Policy.ALWAYS)
+@pytest.mark.parametrize(
+    ("chunked", "multimodal", "refused"),
+    [(True, False, None), (False, False, "without chunked prefill"), (True, True, "multimodal")],
+)
+def test_where_prompts_cannot_be_cut_anywhere_there_is_no_quantum_to_choose(chunked, multimodal, refused):
+    asked: Any = SimpleNamespace(scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked))
+    asked.model_config = SimpleNamespace(is_multimodal_model=multimodal)
+    with pytest.raises(SeamError, match=refused) if refused else nullcontext():
+        configuration.check_policy(asked, Policy.RATE)
+    for policy in (Policy.SELECTIVE, Policy.ALWAYS):
+        configuration.check_policy(asked, policy)
+
+
+def test_gemma_3_without_pictures_is_no_multimodal_model(tmp_path: Path):
+    more = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 64}
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | more))
+    model = ModelConfig(str(tmp_path), skip_tokenizer_init=True, max_model_len=4096, dtype="float32")
+    asked = SimpleNamespace(scheduler_config=SimpleNamespace(enable_chunked_prefill=True), model_config=model)
+    configuration.check_policy(asked, Policy.RATE)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from harness import composition
 from harness.client import Frame, Reply, says_the_same
 from harness.composition import FULL, Arm, Composition, Revision, _Grid
 from harness.statistics import Verdict
@@ -60,3 +63,13 @@ def test_reductions_are_medians_of_paired_changes():
     assert found.summary["reduction_vs_native_cold.trim"] == 0.65
     assert [target.verdict for target in found.targets] == [Verdict.REACHED, Verdict.REACHED]
     assert Composition()._result({}, {"equal": True}, FULL, [], grid({}), {}).targets[0].verdict is Verdict.NOT_REACHED
+
+
+def test_every_server_has_the_default_policy_and_one_stops_no_step(monkeypatch: pytest.MonkeyPatch):
+    """Under an exported `always` the one that is not armed would be."""
+    monkeypatch.setattr(composition, "serving_side_by_side", lambda _model, _flags, envs, _checks: envs)
+    *armed, unarmed = composition._serving("m", FULL, {}, unarmed=True)
+    assert [one["RETIRE_POLICY"] for one in (*armed, unarmed)] == ["selective"] * (composition.SERVERS + 1)
+    assert [one.get("RETIRE_ARM_MS") for one in armed] == [None] * composition.SERVERS
+    assert int(unarmed["RETIRE_ARM_MS"]) >= 1000 * 1000
+    assert composition._serving("m", FULL, {}, unarmed=False) == armed

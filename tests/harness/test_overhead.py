@@ -108,3 +108,18 @@ def test_pairs_of_an_interrupted_start_belong_to_the_servers_they_were_measured_
     found = overhead._by_server([start("port 1", "port 1"), start("port 2", "port 3"), start("port 1")])
     for pairs in found.values():
         assert [number for number, _ in pairs] == [0, 0, 1, 2, 3]
+
+
+def test_every_server_is_told_its_policy(monkeypatch: pytest.MonkeyPatch):
+    def told(_model, _flags, kinds):
+        raise Told({kind["env"]["RETIRE_POLICY"] for kind in kinds}, [kind["patched"] for kind in kinds])
+
+    monkeypatch.setattr(overhead, "started", told)
+    for always, policies in ((False, {"selective"}), (True, {"selective", "always"})):
+        with pytest.raises(Told) as caught, overhead._servers("m", {}, always=always, swapped=False):
+            pass
+        assert caught.value.args == (policies, [False, True, *([True] * always)])
+
+
+class Told(Exception):
+    """What servers would have been started with."""

@@ -158,7 +158,9 @@ def test_safe_points_can_be_taken_out_and_put_back(forked: Run) -> None:
         """
         seal.install()
         patched = {s.target: now(s.target) for s in SEAMS}
-        safe_points = {s.target for s in SEAMS if "linear:" in s.target or "get_attention_context" in s.target}
+        modules = {name for names in vllm_patches.SAFE_POINTS.values() for name in names}
+        assert modules == {name for name in vllm_patches.MODULES if name.endswith("_safe_point")}
+        safe_points = {importlib.import_module("vllm_patches." + name).SEAM.target for name in modules}
         for _ in range(2):
             for layers in vllm_patches.SAFE_POINTS:
                 seal.switch(layers, live=False)
@@ -228,6 +230,59 @@ def test_vllms_own_layers_find_what_is_in_place(forked: Run) -> None:
             for name in ("MergedColumnParallelLinear", "QKVParallelLinear"):
                 assert getattr(linear, name).forward is linear.ColumnParallelLinear.forward
             assert hasattr(linear.QKVParallelLinear.forward, _seam.MARK) is live
+        """
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_latent_attention_asks_before_it_attends(forked: Run, compiled: bool) -> None:
+    """Its operation is the same in eager and in compiled mode; a layer without metadata gives zeros."""
+    forked(
+        f"""
+        import torch
+        from types import SimpleNamespace
+        from retire.engine import worker
+        asked, step = [], SimpleNamespace(armed=True)
+        worker.guard = lambda: step
+        seal.install()
+        from vllm.forward_context import ForwardContext, override_forward_context
+        from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+        class Layer(MLAAttention):
+            chunked_prefill_workspace_size = 1
+        layer = Layer.__new__(Layer)
+        torch.nn.Module.__init__(layer)
+        named = dict(layer_name="model.layers.0.attn", use_direct_call=False, hisparse_cache=None)
+        named |= dict(kv_cache=torch.empty(0), kv_cache_dtype="auto", _k_scale=torch.ones(1))
+        named |= dict.fromkeys(("num_heads", "v_head_dim", "qk_nope_head_dim"), 1)
+        for name, value in named.items():
+            setattr(layer, name, value)
+        context = SimpleNamespace(attn_metadata=None, slot_mapping={{}}, no_compile_layers={{layer.layer_name: layer}})
+        forward = torch.compile(layer.forward, backend="eager", fullgraph=True) if {compiled} else layer.forward
+
+        def attend():
+            with override_forward_context(context):
+                return forward(torch.ones(2, 1, 1), torch.ones(2, 1), torch.ones(2, 1, 1), torch.Size((2, 1)))
+
+        step.attention_point = asked.append
+        assert attend().tolist() == [[0.0], [0.0]] and asked == [layer.layer_name]
+        step.armed = False
+        attend()
+        step.armed = True
+        seal.switch("attention", live=False)
+        attend()
+        assert asked == [layer.layer_name], "idle layers ask nothing"
+        seal.switch("attention", live=True)
+
+        def fenced(name):
+            raise worker.StepFenced
+
+        step.attention_point = fenced
+        try:
+            attend()
+        except worker.StepFenced:
+            pass
+        else:
+            raise AssertionError("the step went on")
         """
     )
 
