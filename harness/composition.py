@@ -59,7 +59,7 @@ from retire.settings import ARM_ENV, POLICY_ENV
 ARMS = ("native_cold", "native_prefix", "trim", "invalidate", "inherit", "combined")
 PAPER = {"invalidate": 0.056, "inherit": 0.103, "combined": 0.171}
 ANSWER_TOKENS, PREDECESSOR_TOKENS, ALTERNATIVES = 4, 256, 5
-SERVERS, TRIES = 3, 8
+SERVERS, TRIES = 3, 30  # late in a short step a moment is hit one time in two, and all arms must be
 BLOCK = 128
 TRIM_AIM, NATIVE_AIM, ALPHA = 0.60, 1.02, 0.05
 SHARES, OVERLAPS = (0.10, 0.40, 0.70, 0.95), (0.0, 0.25, 0.50, 0.75, 0.90, 1.0)
