@@ -374,7 +374,7 @@ class Exchange:
     async def _answer_record(self, headers: Headers, done: Superseded) -> None:
         record = done.record
         answer = record.accepted()
-        extra = [(b"location", f"/transitions/{record.id}".encode())]
+        extra = [record_header(record)]
         if headers.prefers_fenced():
             answer["fenced"] = await self._service().wait_fenced(record)
             answer["fence_ms"] = record.fence_ms()
@@ -405,12 +405,18 @@ class Exchange:
         return "unchanged" if self._advanced is None else "advanced"
 
     def refusal_headers(self, status: int) -> list[tuple[bytes, bytes]]:
-        """SDKs retry 409 and 503 by themselves; neither helps here once authority is involved."""
+        """What a refusal says beside its body, the record's place with it if this request has moved authority.
+
+        SDKs retry 409 and 503 by themselves; neither helps here once authority is involved.
+        """
         headers = [(b"x-retire-authority", self.authority_word().encode())]
         if status == 409 or (self._advanced is not None and status >= 500):
             headers.append((b"x-should-retry", b"false"))
         if self._advanced is not None:
-            headers += scope_headers(self._advanced.scope, self._advanced.new_epoch)
+            headers += [
+                *scope_headers(self._advanced.scope, self._advanced.new_epoch),
+                record_header(self._advanced),
+            ]
         return headers
 
     async def respond(self, status: int, answer: dict[str, Any], headers: list[tuple[bytes, bytes]]) -> None:
@@ -697,7 +703,7 @@ class Stream:
             headers.append((b"content-length", str(length).encode()))
         headers += scope_headers(self._view.scope, self._view.epoch)
         if self._record is not None:
-            headers.append((b"location", f"/transitions/{self._record.id}".encode()))
+            headers.append(record_header(self._record))
         if message["status"] >= 400:
             known = {name for name, _ in headers}
             headers += [pair for pair in self._exchange.refusal_headers(message["status"]) if pair[0] not in known]
@@ -753,6 +759,11 @@ class Stream:
 def scope_headers(scope: ScopeId, epoch: Epoch) -> list[tuple[bytes, bytes]]:
     """`X-Retire-Scope` and `X-Retire-Epoch` of a response."""
     return [(b"x-retire-scope", scope.encode("utf-8")), (b"x-retire-epoch", str(epoch).encode())]
+
+
+def record_header(record: Transition) -> tuple[bytes, bytes]:
+    """`Location` of a response: where the record of the transition is that its request has made."""
+    return b"location", f"/transitions/{record.id}".encode()
 
 
 def _idempotency(headers: Headers, told: bytes) -> tuple[str, bytes] | None:

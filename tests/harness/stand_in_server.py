@@ -16,15 +16,16 @@ class StandIn(ThreadingHTTPServer):
     """A token every `TICK_S`.
 
     `versioned`: whether it knows scopes.  `refuse`: status with which the successor of that number is refused, by
-    number.  `breaks`: prompt lengths whose answer is broken off.  `fence_ms`: what records say.
+    number.  `slow`: seconds before the response of that version of a scope starts, by number; who is superseded by then
+    gets 410.  `breaks`: prompt lengths whose answer is broken off.  `fence_ms`: what records say.
     """
 
     daemon_threads = True
 
-    def __init__(self, *, versioned=True, refuse=None, breaks=(), fence_ms=8.0, interval_ms=10.0):
+    def __init__(self, *, versioned=True, refuse=None, slow=None, breaks=(), fence_ms=8.0, interval_ms=10.0):
         super().__init__(("127.0.0.1", 0), Answers)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.versioned, self.refuse, self.breaks = versioned, refuse or {}, breaks
+        self.versioned, self.refuse, self.slow, self.breaks = versioned, refuse or {}, slow or {}, breaks
         self.fence_ms, self.interval_ms = fence_ms, interval_ms
         self.changed = Condition()
         self.epochs, self.asked, self.hung_up, self.quanta = {}, [], 0, {}
@@ -72,24 +73,40 @@ class Answers(BaseHTTPRequestHandler):
 
     def stream(self, body):
         server, scope = self.server, self.headers["x-retire-scope"]
-        told, epoch = {}, None
-        with server.changed:
-            server.asked.append({"scope": scope, "supersedes": self.headers["x-retire-supersedes"], **body})
-            if scope:
-                first = scope not in server.epochs
-                epoch = server.epochs.setdefault(scope, 1)
-                if self.headers["x-retire-supersedes"] and not first:
-                    if status := server.refuse.get(epoch + 1):
-                        del server.refuse[epoch + 1]
-                        self.say({"error": {"code": status}}, status, {"x-retire-authority": "unchanged"})
-                        return
-                    server.epochs[scope] = epoch = epoch + 1
-                    told = {"location": f"/transitions/{scope}-{epoch}"}
-                told["x-retire-epoch"] = str(epoch)
+        admitted = self.admit(scope, body)
+        if admitted is None:
+            return
+        epoch, told = admitted
+        if wait_s := server.slow.get(epoch):
+            time.sleep(wait_s)
+            if server.epochs[scope] != epoch:
+                self.refuse_revoked(told, server.epochs[scope])
+                return
         self.send_response(200)
         for name, value in {"content-type": "text/event-stream", "connection": "close", **told}.items():
             self.send_header(name, value)
         self.end_headers()
+        self.speak(body, scope, epoch)
+
+    def admit(self, scope, body):
+        """Its epoch and what its response says of it, or None if it was refused; no scope has neither."""
+        server, told = self.server, {}
+        with server.changed:
+            server.asked.append({"scope": scope, "supersedes": self.headers["x-retire-supersedes"], **body})
+            if not scope:
+                return None, told
+            first = scope not in server.epochs
+            epoch = server.epochs.setdefault(scope, 1)
+            if self.headers["x-retire-supersedes"] and not first:
+                if status := server.refuse.pop(epoch + 1, None):
+                    self.say({"error": {"code": status}}, status, {"x-retire-authority": "unchanged"})
+                    return None
+                epoch = server.advance(scope)
+                told["location"] = f"/transitions/{scope}-{epoch}"
+            return epoch, {**told, "x-retire-epoch": str(epoch)}
+
+    def speak(self, body, scope, epoch):
+        server = self.server
         for token in range(body["max_tokens"]):
             time.sleep(TICK_S)
             if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
@@ -105,6 +122,13 @@ class Answers(BaseHTTPRequestHandler):
                 {"choices": [{"text": "x", "token_ids": [token], "logprobs": likely}], "retire": {"epoch": epoch}}
             )
         self.wfile.write(b"data: [DONE]\n\n")
+
+    def refuse_revoked(self, told, current):
+        """As the gate does: a successor is told of itself, anybody else of the version that is current now."""
+        advanced = "location" in told
+        headers = told if advanced else {"x-retire-epoch": str(current)}
+        authority = "advanced" if advanced else "unchanged"
+        self.say({"error": {"code": 410}, "authority": authority}, 410, {"x-retire-authority": authority, **headers})
 
     def event(self, told):
         self.wfile.write(b"data: " + json.dumps(told).encode() + b"\n\n")

@@ -130,6 +130,14 @@ def test_a_successor_that_comes_later_finds_its_scope_revoked_already(started):
     assert native.outcomes() == {"finished": 1, "superseded": 1, "failed": 0}
 
 
+def test_a_successor_that_is_superseded_before_it_can_answer_leads_to_its_transition_all_the_same(started):
+    found = run(started(slow={2: 0.3}), Arm.RETIRE, planned(versions(0.0, 0.08, 0.16)))
+    assert [one.reply.status for one in found.versions[1]] == [200, 410, 200]
+    assert found.account.outcomes() == {"finished": 1, "superseded": 2, "failed": 0}
+    assert len(found.records) == 2
+    assert all(found.checks().values())
+
+
 @pytest.mark.parametrize("status", [409, 410])
 def test_a_refused_successor_fails_and_the_old_version_stays_current_until_the_next(started, status):
     found = run(started(refuse={2: status}), Arm.RETIRE, planned(versions(0.0, 0.08, 0.16)))

@@ -361,6 +361,7 @@ def test_a_header_supersede_moves_authority_before_its_body_is_read_and_says_so(
     assert 400 <= answer.status_code < 500
     assert answer.headers["x-retire-authority"] == "advanced"
     assert answer.headers["x-retire-epoch"] == "2"
+    assert http.get(server.url + answer.headers["location"]).json()["new_epoch"] == 2
     assert epoch_of(server.url, scope) == 2
 
 

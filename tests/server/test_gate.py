@@ -6,12 +6,17 @@ import asyncio
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from retire.core.types import TenantId
+from retire.authority import Authority
+from retire.core.types import Contract, TenantId
 from retire.server.gate import Gate
-from retire.tenants import Registry, Tenant, asking
+from retire.server.service import Service
+from retire.server.transitions import now_ns
+from retire.settings import Settings
+from retire.tenants import DEFAULT, Registry, Tenant, asking
 
 KEY = "sk-right"
 ONE = Registry.single([KEY, "sk-other"])
@@ -176,3 +181,99 @@ def test_a_request_does_not_take_over_the_tenant_of_the_one_before_it():
 
 def test_a_lifespan_passes():
     assert through("", "", kind="lifespan")[1]
+
+
+# -- a refusal after authority has moved -------------------------------------------------------------------------------
+
+SUCCESSOR = json.dumps({"model": "tiny", "prompt": [1], "max_tokens": 1}).encode()
+
+
+class Connection:
+    """As much of uvicorn's end of a request as a scoped response leans on.  `arrives`: called before the body comes."""
+
+    disconnected = False
+
+    def __init__(self, headers, body, arrives):
+        self.flow = SimpleNamespace(write_paused=False)
+        self.transport = SimpleNamespace(set_write_buffer_limits=lambda **_: None, get_extra_info=lambda _: None)
+        self.scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        self.body, self.arrives, self.sent = body, arrives, []
+
+    async def receive(self):
+        if self.body is None:
+            await asyncio.Event().wait()
+        self.arrives()
+        message, self.body = {"type": "http.request", "body": self.body, "more_body": False}, None
+        return message
+
+    async def send(self, message):
+        self.sent.append(message)
+
+
+@pytest.fixture
+def scoped(tmp_path):
+    """Sends a request of scope `s`, which is known, to a gate with real authority and no engine.
+
+    `overtaken`: when somebody else supersedes the scope: before the "body" comes, or before the "response" starts.
+    Gives status, headers and error.
+    """
+
+    async def one(supersedes, body, overtaken):
+        with Authority.open(tmp_path, scopes_per_tenant=4, rows_per_tenant=8) as authority:
+
+            async def call_engine(_name, event):
+                if event["kind"] == "advanced":
+                    service.transitions.get(DEFAULT, event["transition"]).fenced.set()
+
+            registry = Registry.single()
+            service = Service(authority, Settings(tmp_path), registry, call_engine, lambda: False, lambda _: True)
+            authority.resolve(DEFAULT, "s")
+
+            def overtake():
+                service.supersede(DEFAULT, "s", "*", Contract(), successor_follows=False, entered_ns=now_ns())
+
+            async def behind(_scope, receive, _send):
+                assert (await receive())["type"] == "http.request"
+                overtake()
+                assert (await receive())["type"] == "http.disconnect"
+
+            named = {"x-retire-scope": "s", **({"x-retire-supersedes": supersedes} if supersedes else {})}
+            pairs = [(name.encode(), value.encode()) for name, value in named.items()]
+            connection = Connection(pairs, body, overtake if overtaken == "body" else lambda: None)
+            await Gate(behind, lambda: service, lambda: registry, no_cors)(
+                connection.scope, connection.receive, connection.send
+            )
+            start, answer = connection.sent
+            latest = service.transitions.of_scope(DEFAULT, "s")
+            headers = {name.decode(): value.decode() for name, value in start["headers"]}
+            located = headers.get("location", "").removeprefix("/transitions/")
+            made = service.transitions.get(DEFAULT, located)
+            while service._tasks:
+                await asyncio.gather(*service._tasks)
+            return SimpleNamespace(
+                status=start["status"], headers=headers, told=json.loads(answer["body"]), made=made, latest=latest
+            )
+
+    return lambda supersedes=None, body=SUCCESSOR, overtaken=None: asyncio.run(one(supersedes, body, overtaken))
+
+
+@pytest.mark.parametrize("overtaken", ["body", "response"])
+def test_a_successor_that_is_superseded_before_it_answers_is_told_where_its_own_transition_is(scoped, overtaken):
+    found = scoped("1", overtaken=overtaken)
+    assert (found.status, found.told["authority"]) == (410, "advanced")
+    assert found.headers["x-retire-epoch"] == "2"
+    assert (found.made.old_epoch, found.made.new_epoch, found.latest.new_epoch) == (1, 2, 3)
+
+
+def test_a_successor_that_is_refused_after_authority_moved_is_told_where_its_transition_is(scoped):
+    found = scoped("1", body=b"{")
+    assert (found.status, found.headers["x-retire-authority"]) == (400, "advanced")
+    assert found.made is found.latest
+
+
+def test_who_moved_nothing_is_told_of_no_transition(scoped):
+    found = scoped(overtaken="response")
+    assert (found.status, found.headers["x-retire-authority"]) == (410, "unchanged")
+    assert found.headers["x-retire-epoch"] == "2", "the version that is current now"
+    assert "location" not in found.headers
+    assert scoped("7").headers.keys() & {"location", "x-retire-authority"} == {"x-retire-authority"}

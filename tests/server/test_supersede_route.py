@@ -219,6 +219,7 @@ def test_a_second_supersede_before_the_first_successor_has_spoken_wins(server, s
             answer = second.result()
             refused(answer, 410, "advanced")
             assert answer.headers["x-retire-epoch"] in ("2", "3")
+            assert record(server.url, answer.headers["location"], until="accepted")["new_epoch"] == 2
         assert third.json()["retire"]["epoch"] == 3
         assert old.told().ending["retire"]["superseded_by"] == 2
     (published,) = record(server.url, third.headers["location"])["published"]
