@@ -178,7 +178,8 @@ class Replayed:
 
 
 def _ascending(versions: Sequence[Version]) -> bool:
-    told = [int(v.reply.headers["x-retire-epoch"]) for v in versions if "x-retire-epoch" in v.reply.headers]
+    """Whether the epochs of those that were accepted rise; a refusal may tell the epoch of somebody else."""
+    told = [int(v.reply.headers["x-retire-epoch"]) for v in versions if v.accepted]
     return told == sorted(set(told))
 
 

@@ -138,6 +138,13 @@ def test_a_successor_that_is_superseded_before_it_can_answer_leads_to_its_transi
     assert all(found.checks().values())
 
 
+def test_a_first_version_that_is_superseded_before_it_can_answer_is_told_somebody_elses_epoch(started):
+    found = run(started(slow={1: 0.15}), Arm.RETIRE, planned(versions(0.0, 0.08, 0.24)))
+    assert [one.reply.headers["x-retire-epoch"] for one in found.versions[1]] == ["2", "2", "3"]
+    assert found.account.outcomes() == {"finished": 1, "superseded": 2, "failed": 0}
+    assert all(found.checks().values())
+
+
 @pytest.mark.parametrize("status", [409, 410])
 def test_a_refused_successor_fails_and_the_old_version_stays_current_until_the_next(started, status):
     found = run(started(refuse={2: status}), Arm.RETIRE, planned(versions(0.0, 0.08, 0.16)))
