@@ -9,7 +9,7 @@ prefills long.  Quanta keep the paper's share of a prompt: an eighth, the whole.
 
 A scope has one version at a time, whose answer is longer than the window: without revisions it would speak until the
 end.  Scopes begin a prefill apart.  A cell has as many revisions as its rate says, at times and of scopes that are
-drawn with the trial's seed, and all policies meet the same ones:
+drawn with the trial's seed, those of a scope `LEAST_GAP_S` apart or more, and all policies meet the same ones:
 
 - `native_Q`: vLLM's requests without a scope; the runtime hangs up and sends the new request.
 - `selective_Q`: the new request supersedes; long steps are armed.
@@ -32,6 +32,7 @@ What could be unfair, and which way:
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ from retire.settings import POLICY_ENV
 RATES, CONCURRENCIES = (0.0, 0.05, 0.2), (4, 8)
 SMALL, LARGE = PROMPT_TOKENS // 8, PROMPT_TOKENS
 WINDOW_S, QUICK_WINDOW_S = 60.0, 12.0
+LEAST_GAP_S = 0.05  # of the paper's, as in its window; closer ones may overtake each other on their way to the server
 ANSWER_TOKENS = 4096  # more than anybody says in a window
 CLEAN_TOKENS, ALTERNATIVES = 16, 5
 WITHIN_AIM = 0.98
@@ -95,17 +97,24 @@ class Point:
         `window_s`: on the paper's scale.
         """
         draw, factor = random.Random(f"{self.name} {seed}"), prefill / PAPER_PREFILL_S  # noqa: S311 - times
-        begins_s = {scope: prefill * (scope - 1) for scope in range(1, self.scopes + 1)}
-        starts_s = {scope: [begin_s] for scope, begin_s in begins_s.items()}
-        for _ in range(round(self.rate * self.scopes * window_s)):
-            scope = draw.randint(1, self.scopes)
-            starts_s[scope].append(draw.uniform(begins_s[scope], window_s * factor))
+        revised = Counter(draw.randint(1, self.scopes) for _ in range(round(self.rate * self.scopes * window_s)))
+        starts_s = {
+            scope: _starts_s(draw, prefill * (scope - 1), window_s * factor, revised[scope], LEAST_GAP_S * factor)
+            for scope in range(1, self.scopes + 1)
+        }
         versions = [
             Planned(scope, number, start_s, None if number == 1 else start_s, PROMPT_TOKENS, 0, ANSWER_TOKENS)
             for scope, starts in starts_s.items()
-            for number, start_s in enumerate(sorted(starts), start=1)
+            for number, start_s in enumerate(starts, start=1)
         ]
         return Plan(tuple(versions), (), tuple((scope, len(starts)) for scope, starts in starts_s.items()))
+
+
+def _starts_s(draw: random.Random, begin_s: float, end_s: float, revisions: int, gap_s: float) -> list[float]:
+    """When each version of a scope starts: the first at `begin_s`, the others anywhere, `gap_s` apart or more."""
+    left_s = end_s - begin_s - revisions * gap_s
+    drawn_s = sorted(draw.uniform(0.0, left_s) for _ in range(revisions))
+    return [begin_s, *(begin_s + at_s + number * gap_s for number, at_s in enumerate(drawn_s, start=1))]
 
 
 POINTS = tuple(Point(rate, scopes) for scopes in CONCURRENCIES for rate in RATES)
