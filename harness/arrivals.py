@@ -28,6 +28,8 @@ from traces.statistics import bursts, densest_rows
 T = TypeVar("T")
 TURN_S: Final = 48.0
 """How long an aborted turn had lasted whose log does not say: what is usual."""
+LEAD_S: Final = 1.0
+"""How long before a window, on the replay's scale, turns begin that were running when it does."""
 
 
 class ArrivalError(RetireError):
@@ -126,16 +128,17 @@ def plan(
     """The versions that these transitions make.
 
     `scopes`: only so many, those with most transitions.  `speed`: how much faster than recorded.  `window_s`: only the
-    recorded seconds with most transitions of any source; turns that began before begin with it.
+    recorded seconds with most transitions of any source, by their starts; turns that began before begin `LEAD_S` before
+    it, and nothing is given up before it.
 
     Raises:
         ArrivalError: no row is left.
     """
     kept = list(rows)
-    since_s = float("-inf")
+    window_begins_s = float("-inf")
     if window_s is not None and kept:
         kept = _densest(kept, window_s)
-        since_s = kept[0].t_start_s
+        window_begins_s = kept[0].t_start_s
     threads: dict[tuple[str, int], list[Transition]] = {}
     for row in sorted(kept, key=lambda row: (row.t_start_s, row.t_abort_s)):
         threads.setdefault((row.source, row.scope), []).append(row)
@@ -143,7 +146,10 @@ def plan(
     if not chosen:
         raise ArrivalError("there is no transition to replay")
     chosen.sort(key=lambda thread: (thread[0].t_start_s, thread[0].scope))
-    timed = [_folded(thread) if pace is Pace.FOLDED else _recorded(thread, since_s) for thread in chosen]
+    lead_s = LEAD_S * speed
+    timed = [
+        _folded(thread) if pace is Pace.FOLDED else _recorded(thread, window_begins_s, lead_s) for thread in chosen
+    ]
     origin_s = min(times[0][1] for times in timed)
     versions = []
     for scope, (thread, times) in enumerate(zip(chosen, timed, strict=True), start=1):
@@ -181,11 +187,12 @@ _Times = list[tuple[float | None, float]]
 """Of each version of a scope: when its predecessor is given up, and when it starts."""
 
 
-def _recorded(thread: Sequence[Transition], since_s: float) -> _Times:
+def _recorded(thread: Sequence[Transition], window_begins_s: float, lead_s: float) -> _Times:
     first = thread[0]
-    times: _Times = [(None, min(first.t_start_s, max(since_s, first.t_abort_s - _lasted_s(first))))]
+    began_s = max(window_begins_s - lead_s, first.t_abort_s - _lasted_s(first))
+    times: _Times = [(None, min(first.t_start_s, began_s))]
     for row in thread:
-        earliest_s = times[-1][1]  # clocks of logs are set back at times
+        earliest_s = max(times[-1][1], window_begins_s)  # clocks of logs are set back at times
         start_s = max(row.t_start_s, earliest_s)
         given_up_s = start_s if row.gap_s < AUTO_SUBMIT_S else min(start_s, max(row.t_abort_s, earliest_s))
         times.append((given_up_s, start_s))

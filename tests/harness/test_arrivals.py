@@ -112,7 +112,7 @@ def test_the_scopes_with_most_transitions_are_taken():
     assert len(plan(told, Sizes()).scopes) == 3
 
 
-def test_a_window_is_the_densest_of_one_source_and_turns_begin_with_it():
+def test_a_window_is_the_densest_of_one_source_and_turns_begin_a_second_before_it():
     told = [
         row(abort_s=5, aborted_turn_s=1),
         row(scope=2, abort_s=100, aborted_turn_s=90),
@@ -120,7 +120,19 @@ def test_a_window_is_the_densest_of_one_source_and_turns_begin_with_it():
         row(abort_s=105, source="S02"),
     ]
     planned = plan(told, Sizes(), window_s=20)
-    assert starts(planned) == [(1, 1, None, 0.0), (1, 2, 0.0, 0.0), (2, 1, None, 8.0), (2, 2, 10.0, 10.0)]
+    assert starts(planned) == [(1, 1, None, 0.0), (1, 2, 1.0, 1.0), (2, 1, None, 9.0), (2, 2, 11.0, 11.0)]
+    fast = plan(told, Sizes(), window_s=20, speed=4)
+    assert starts(fast) == [(1, 1, None, 0.0), (1, 2, 1.0, 1.0), (2, 1, None, 3.0), (2, 2, 3.5, 3.5)]
+
+
+def test_a_version_that_was_given_up_long_before_the_window_runs_until_it_begins():
+    told = [row(abort_s=999, gap_s=1, aborted_turn_s=90), row(scope=2, abort_s=500, gap_s=510, aborted_turn_s=50)]
+    assert starts(plan(told, Sizes(), window_s=20)) == [
+        (1, 1, None, 0.0),
+        (1, 2, 1.0, 1.0),
+        (2, 1, None, 0.0),
+        (2, 2, 1.0, 11.0),
+    ]
 
 
 def test_nothing_to_replay_is_said():
