@@ -184,9 +184,9 @@ class Streaming:
                 self._socket.shutdown(socket.SHUT_RDWR)  # closing the client would wait for the thread that reads
 
 
-def probe_ms(url: str, model: str) -> float:
-    """How long an unrelated one-token request takes right now."""
+def probe_ms(url: str, model: str, headers: Mapping[str, str] | None = None) -> float:
+    """How long an unrelated one-token request takes right now.  Raises httpx.HTTPError."""
     started = time.monotonic()
     body = {"model": model, "prompt": "Hi", "max_tokens": 1, "temperature": 0}
-    http.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S).raise_for_status()
+    http.post(f"{url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S).raise_for_status()
     return (time.monotonic() - started) * 1000

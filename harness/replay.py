@@ -280,7 +280,7 @@ class _Engine:
         return time.monotonic() - asked_at
 
     def _ask_for_a_token(self) -> float:
-        return probe_ms(self._site.url, self._site.model) / 1000
+        return probe_ms(self._site.url, self._site.model, self._headers) / 1000
 
 
 class _Scope:

@@ -17,16 +17,17 @@ class StandIn(ThreadingHTTPServer):
 
     `versioned`: whether it knows scopes.  `refuse`: status with which the successor of that number is refused, by
     number.  `slow`: seconds before the response of that version of a scope starts, by number; who is superseded by then
-    gets 410.  `breaks`: prompt lengths whose answer is broken off.  `fence_ms`: what records say.
+    gets 410.  `breaks`: prompt lengths whose answer is broken off.  `fence_ms`: what records say.  `key`: without which
+    nobody is answered.
     """
 
     daemon_threads = True
 
-    def __init__(self, *, versioned=True, refuse=None, slow=None, breaks=(), fence_ms=8.0, interval_ms=10.0):
+    def __init__(self, *, versioned=True, refuse=None, slow=None, breaks=(), fence_ms=8.0, interval_ms=10.0, key=None):
         super().__init__(("127.0.0.1", 0), Answers)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.versioned, self.refuse, self.slow, self.breaks = versioned, refuse or {}, slow or {}, breaks
-        self.fence_ms, self.interval_ms = fence_ms, interval_ms
+        self.fence_ms, self.interval_ms, self.key = fence_ms, interval_ms, key
         self.changed = Condition()
         self.epochs, self.asked, self.hung_up, self.quanta = {}, [], 0, {}
 
@@ -44,7 +45,9 @@ class Answers(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        if self.path == "/v1/models":
+        if not self.known():
+            self.say({}, 401)
+        elif self.path == "/v1/models":
             self.say({"data": [{"id": "made-up"}]})
         elif self.path == "/retire/status" and self.server.versioned:
             self.say({"seal": {"pins": "abc"}, "quanta": self.server.quanta})
@@ -61,7 +64,9 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if self.path == "/tokenize":
+        if not self.known():
+            self.say({}, 401)
+        elif self.path == "/tokenize":
             self.say({"tokens": list(range(5000))})
         elif self.path == "/supersede":
             epoch = self.server.advance(body["scope"])
@@ -70,6 +75,9 @@ class Answers(BaseHTTPRequestHandler):
             self.say({"choices": [{"text": "x"}]})
         else:
             self.stream(body)
+
+    def known(self):
+        return self.server.key is None or self.headers["authorization"] == f"Bearer {self.server.key}"
 
     def stream(self, body):
         server, scope = self.server, self.headers["x-retire-scope"]

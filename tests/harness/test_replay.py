@@ -47,7 +47,7 @@ def planned(*of_scopes):
 
 
 def run(server, arm, plan, **more):
-    site = Site(server.url, "made-up")
+    site = Site(server.url, "made-up", server.key)
     return Replay(site, plan, prompts(site, plan, 1), window_s=1.0, limit_s=more.pop("limit_s", 5.0), **more).run(arm)
 
 
@@ -193,6 +193,14 @@ def test_a_plain_server_is_asked_for_a_token_instead_of_its_status(started):
     found = run(started(versioned=False), Arm.NATIVE, TWO)
     assert found.account.outcomes()["failed"] == 0
     assert len(found.account.cleanup_ms()) == 3
+
+
+@pytest.mark.parametrize(("arm", "versioned"), [(Arm.NATIVE, False), (Arm.NATIVE, True), (Arm.RETIRE, True)])
+def test_a_server_that_asks_for_a_key_is_given_it_with_every_question(started, arm, versioned):
+    found = run(started(versioned=versioned, key="sk-right"), arm, TWO, others=[Arrival(0.0, 7, 3)])
+    assert found.account.outcomes() == {"finished": 2, "superseded": 3, "failed": 0}
+    assert found.figures()["background_tokens"] == 3
+    assert all(found.checks().values())
 
 
 def test_versions_share_exactly_what_is_planned(started):
