@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for version in planned.versions:
             print(json.dumps(asdict(version)))
         return 0
-    site, seal = _site(options)
+    site, seal = _site(options, max([_longest(planned), *(one.prompt_tokens + one.answer_tokens for one in others)]))
     replay = Replay(
         site,
         planned,
@@ -149,13 +149,30 @@ def _told(counts: dict[str, int]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in counts.items())
 
 
-def _site(options: argparse.Namespace) -> tuple[Site, dict[str, str]]:
+def _longest(planned: Plan) -> int:
+    """Tokens of the longest version, prompt and answer."""
+    return max(version.prompt_tokens + version.answer_tokens for version in planned.versions)
+
+
+def _site(options: argparse.Namespace, longest: int) -> tuple[Site, dict[str, str]]:
+    """Where requests go, of which none has more than `longest` tokens, and what the server is made of.
+
+    Raises:
+        RetireError: the server cannot serve such requests, or an arm.
+        httpx.HTTPError: it does not answer.
+    """
     headers = bearer(options.api_key)
     served = http.get(f"{options.url}/v1/models", headers=headers, timeout=TIMEOUT_S).raise_for_status().json()["data"]
     if not served:
         raise RetireError("the server serves no model")
     if options.model is None:
         options.model = served[0]["id"]
+    length = next((one.get("max_model_len") for one in served if one["id"] == options.model), None)
+    if length is not None and longest > length:
+        raise RetireError(
+            f"{options.model} takes {length} tokens, prompt and answer together, and this replay has {longest}:"
+            " lower --most-tokens or --answer-tokens"
+        )
     status = http.get(f"{options.url}/retire/status", headers=headers, timeout=TIMEOUT_S)
     seal: dict[str, str] = status.json()["seal"] if status.is_success else {}
     if not seal and Arm.RETIRE in options.arm:

@@ -18,16 +18,27 @@ class StandIn(ThreadingHTTPServer):
     `versioned`: whether it knows scopes.  `refuse`: status with which the successor of that number is refused, by
     number.  `slow`: seconds before the response of that version of a scope starts, by number; who is superseded by then
     gets 410.  `breaks`: prompt lengths whose answer is broken off.  `fence_ms`: what records say.  `key`: without which
-    nobody is answered.
+    nobody is answered.  `length`: tokens of prompt and answer that it takes, if it tells.
     """
 
     daemon_threads = True
 
-    def __init__(self, *, versioned=True, refuse=None, slow=None, breaks=(), fence_ms=8.0, interval_ms=10.0, key=None):
+    def __init__(
+        self,
+        *,
+        versioned=True,
+        refuse=None,
+        slow=None,
+        breaks=(),
+        fence_ms=8.0,
+        interval_ms=10.0,
+        key=None,
+        length=None,
+    ):
         super().__init__(("127.0.0.1", 0), Answers)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.versioned, self.refuse, self.slow, self.breaks = versioned, refuse or {}, slow or {}, breaks
-        self.fence_ms, self.interval_ms, self.key = fence_ms, interval_ms, key
+        self.fence_ms, self.interval_ms, self.key, self.length = fence_ms, interval_ms, key, length
         self.changed = Condition()
         self.epochs, self.asked, self.hung_up, self.quanta = {}, [], 0, {}
 
@@ -48,7 +59,7 @@ class Answers(BaseHTTPRequestHandler):
         if not self.known():
             self.say({}, 401)
         elif self.path == "/v1/models":
-            self.say({"data": [{"id": "made-up"}]})
+            self.say({"data": [{"id": "made-up", "max_model_len": self.server.length}]})
         elif self.path == "/retire/status" and self.server.versioned:
             self.say({"seal": {"pins": "abc"}, "quanta": self.server.quanta})
         elif self.path.startswith("/transitions/"):

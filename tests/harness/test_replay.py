@@ -287,6 +287,25 @@ def test_a_server_that_supersedes_nothing_is_refused_for_the_arm_that_needs_it(s
     assert replay_command.main([str(short), "--url", server.url, *SMALL, *only]) == 0
 
 
+def test_a_version_that_the_server_has_no_room_for_is_refused_before_anything_is_sent(started, short):
+    server = started(length=140)
+    with pytest.raises(RetireError, match=r"takes 140 tokens, .* has 142") as refused:
+        replay_command.main([str(short), "--url", server.url, *SMALL])
+    assert "\n" not in str(refused.value)
+    assert server.asked == []
+    server.length = 142
+    only = ["--window", "0.3", "--scopes", "1", "--arm", "native"]
+    replay_command.main([str(short), "--url", server.url, *SMALL, *only])
+    assert len(server.asked) > 1
+
+
+def test_other_work_needs_room_as_well(started, short, tmp_path):
+    load = tmp_path / "load.jsonl"
+    load.write_text('{"timestamp": 0, "input_length": 900, "output_length": 200}\n')
+    with pytest.raises(RetireError, match=r"takes 1000 tokens, .* has 1100"):
+        replay_command.main([str(short), "--url", started(length=1000).url, *SMALL, "--background", str(load)])
+
+
 @pytest.mark.parametrize("text", [None, "{}\n", ""])
 def test_a_file_that_holds_no_transition_is_named(tmp_path, text):
     path = tmp_path / "trace.jsonl"
