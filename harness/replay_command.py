@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from harness.arrivals import Pace, Plan, Sizes, arrivals, counted, plan
 from harness.bench import table
@@ -158,9 +159,12 @@ def _site(options: argparse.Namespace, longest: int) -> tuple[Site, dict[str, st
     """Where requests go, of which none has more than `longest` tokens, and what the server is made of.
 
     Raises:
-        RetireError: the server cannot serve such requests, or an arm.
+        RetireError: the server cannot serve such requests, or an arm; or the native one would go over TLS.
         httpx.HTTPError: it does not answer.
     """
+    if Arm.NATIVE in options.arm and urlsplit(options.url).scheme.lower() == "https":
+        # Shutting down one side of a TLS connection ends the TLS layer, and what still comes could not be read.
+        raise RetireError("over https nobody can hang up and read on: choose --arm retire or --arm abandon")
     headers = bearer(options.api_key)
     served = http.get(f"{options.url}/v1/models", headers=headers, timeout=TIMEOUT_S).raise_for_status().json()["data"]
     if not served:

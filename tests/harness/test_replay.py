@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import httpx
 import pytest
 
 from harness import replay, replay_command
@@ -297,6 +298,22 @@ def test_a_version_that_the_server_has_no_room_for_is_refused_before_anything_is
     only = ["--window", "0.3", "--scopes", "1", "--arm", "native"]
     replay_command.main([str(short), "--url", server.url, *SMALL, *only])
     assert len(server.asked) > 1
+
+
+@pytest.mark.parametrize("arms", [[], ["native"], ["retire", "native"]])
+def test_nobody_hangs_up_over_tls(started, short, arms):
+    """What came after the hang-up could not be read, so native would have no late token at all."""
+    server = started()
+    chosen = [word for arm in arms for word in ("--arm", arm)]
+    with pytest.raises(RetireError, match="over https") as refused:
+        replay_command.main([str(short), "--url", server.url.replace("http:", "HTTPS:"), *SMALL, *chosen])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_runtime_that_does_not_hang_up_may_use_tls(started, short):
+    """The stand-in speaks none: that is what fails."""
+    with pytest.raises(httpx.ConnectError):
+        replay_command.main([str(short), "--url", started().url.replace("http:", "https:"), *SMALL, "--arm", "retire"])
 
 
 def test_other_work_needs_room_as_well(started, short, tmp_path):
