@@ -35,6 +35,8 @@ What could be unfair, and which way:
   left out of `cleanup_p99_intervals`; `cleanup_ms` has them all.
 - Rows of different scopes are in one step here as there, so a step with somebody else's rows goes on without the
   obsolete ones.
+- A run in which an act was a quarter of a second late or more is repeated, at most three times; `runs_repeated` says
+  how often.  The client shares the cores with the engine, so an arm that keeps them busier is repeated more often.
 - Chosen for the best of their scale, quanta of both sides are favoured by chance alike.
 """
 
@@ -54,7 +56,7 @@ from harness.experiment import Cell, Result, Target, columns, figures
 from harness.ledger import Key, Ledger
 from harness.outcomes import Version
 from harness.progress import note
-from harness.replay import Arm, Figures, Replay, Replayed, Site, goodput, prompts, summary
+from harness.replay import Arm, Figures, Replay, Replayed, Site, goodput, on_time, prompts, repeated, summary
 from harness.session import Session, serving
 from harness.statistics import Bootstrap, at_least, ratio_of_medians, whether
 from harness.workload import fresh_salt, passage, prefill_s
@@ -241,7 +243,8 @@ class _Bench:
     def _run(self, session: Session, scale: Scale, arm: Arm, trial: int, clean: dict[int, Reply]) -> Replayed:
         site = Site(session.url, session.model)
         texts = prompts(site, scale.plan, 1 + trial)
-        run = Replay(site, scale.plan, texts, window_s=scale.window_s, limit_s=scale.limit_s).run(arm)
+        replay = Replay(site, scale.plan, texts, window_s=scale.window_s, limit_s=scale.limit_s)
+        run = on_time(partial(replay.run, arm))
         if arm is not Arm.ABANDON:  # what runs on there may be cut at the limit
             for name, holds in run.checks().items():
                 session.check(name, holds)
@@ -319,6 +322,7 @@ def result(
         "best_retire": first["best_retire"],
         "abandoned_obsolete_tokens": sum(_sum(of, "obsolete_tokens") for arm, of in runs.items() if "abandon" in arm),
         "goodput_ratio_vs_abandoned": _ratio(runs, first["best_retire"], best(runs, "abandon")),
+        "runs_repeated": repeated(run for of_scale in found.values() for of in of_scale.values() for run in of),
     }
     none = head["retire_obsolete_tokens"] == 0
     p99 = head["cleanup_p99_intervals"]

@@ -12,6 +12,9 @@ When the engine has let go is observed: under `retire` the transition's record s
 asked something that it answers only between two steps, right after the hang-up, and what such an answer takes in an
 idle engine is taken off.  A plain server has no such question: there a request of one token is sent, which may be
 answered a step too late.
+
+A run in which an act came late has met other arrivals than were planned, because the machine stood still; it is
+dropped and repeated (`on_time`).
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -31,12 +34,15 @@ import httpx
 
 from harness.arrivals import Agenda, Arrival, GiveUp, Plan, Planned, Start, T, agenda
 from harness.client import TIMEOUT_S, Reply, Streaming, http, probe_ms
-from harness.outcomes import Account, Outcome, Version, fates, let_go, tokens
+from harness.outcomes import NEVER, Account, Outcome, Version, fates, let_go, tokens
+from harness.progress import note
 from harness.statistics import percentile
 from harness.workload import bearer, completion, fresh_salt, fresh_scope, passage, record_of
 
 NAP_S = 0.002
 ON_TIME_S = 0.25
+REPEATS = 3
+"""How often a run is repeated whose acts were late."""
 Key = tuple[int, int]
 """Scope and number of a version."""
 Figures = Mapping[str, Any]
@@ -117,7 +123,8 @@ class Replayed:
     """One arm's run.
 
     `versions`: per scope, in order.  `records`: by where they are; one that did not close is missing.
-    `late_s`: by how much the latest act was late.  `cut`: how many answers were not over at the limit.
+    `late_s`: by how much the latest act was late, inf if somebody has ended before his last one.  `cut`: how many
+    answers were not over at the limit.  `repeats`: how many runs were dropped for this one.
     """
 
     arm: Arm
@@ -129,6 +136,12 @@ class Replayed:
     background: Sequence[Reply] = ()
     late_s: float = 0.0
     cut: int = 0
+    repeats: int = 0
+
+    @property
+    def late(self) -> bool:
+        """Whether all was done, and something too late."""
+        return ON_TIME_S <= self.late_s < NEVER
 
     @cached_property
     def account(self) -> Account:
@@ -157,6 +170,7 @@ class Replayed:
             "cleanup_intervals": account.cleanup_intervals(),
             "most_obsolete": account.most_obsolete(),
             "cut_at_limit": self.cut,
+            "repeats": self.repeats,
             "background_tokens": sum(tokens(reply.frames) for reply in self.background),
             "live": [list(change) for change in account.live()],
             **account.outcomes(),
@@ -245,7 +259,7 @@ class Replay:
             versions,
             records,
             [stream.reply for stream in background.streams],
-            max(late, default=0.0) if len(late) == len(walkers) else float("inf"),
+            max(late, default=0.0) if len(late) == len(walkers) else NEVER,
             len(cut),
         )
 
@@ -256,6 +270,20 @@ class Replay:
                 with contextlib.suppress(TimeoutError, httpx.HTTPError):  # missing, and a check says so
                     found[version.transition] = record_of(self._site.url, version.transition, self._site.key)
         return found
+
+
+def on_time(once: Callable[[], Replayed]) -> Replayed:
+    """The first run whose acts were on time, or the last one that `REPEATS` allows.  `once`: makes a run.
+
+    The others leave nothing but their number; checks are for the run that is given.
+    """
+    run = once()
+    for repeats in range(1, REPEATS + 1):
+        if not run.late:
+            break
+        note(f"  {run.arm}: an act was {run.late_s:.2f} s late; repeated, {repeats} of {REPEATS} times at most")
+        run = replace(once(), repeats=repeats)
+    return run
 
 
 class _Engine:
@@ -407,7 +435,13 @@ def summary(found: Mapping[str, Sequence[Figures]], best_native: str, retire: st
         "goodput_ratio": versioned / native if native and versioned is not None else None,
         "cleanup_p99_intervals": percentile(intervals, 99) if intervals else None,
         "cleanups_in_armed_steps": len(intervals),
+        "runs_repeated": repeated(run for runs in found.values() for run in runs),
     }
+
+
+def repeated(runs: Iterable[Figures]) -> int:
+    """How many runs were dropped because acts came late."""
+    return sum(run["repeats"] for run in runs)
 
 
 def goodput(runs: Sequence[Figures]) -> float | None:

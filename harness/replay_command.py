@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +24,7 @@ from harness.client import TIMEOUT_S, http
 from harness.experiment import Cell, Result, columns, join
 from harness.manifest import manifest
 from harness.progress import note
-from harness.replay import Arm, Replay, Replayed, Site, prompts, summary
+from harness.replay import Arm, Replay, Replayed, Site, on_time, prompts, summary
 from harness.workload import bearer
 from retire.core.errors import RetireError
 from traces import rows
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for trial in range(options.trials):
         turn = trial % len(options.arm)
         for arm in options.arm[turn:] + options.arm[:turn]:
-            run = replay.run(Arm(arm))
+            run = on_time(partial(replay.run, Arm(arm)))
             found[arm].append(run)
             note(f"  {trial + 1}/{options.trials} {arm}: {_line(run)}")
     result = _result(found, planned, window_s, options, seal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from harness import bench, burst
 from harness.arrivals import Plan, Planned
 from harness.burst import ALWAYS, PROMPT_TOKENS, QUANTA, Burst, Scale, arms_of, best, recorded, result, scaled, used
 from harness.ledger import Ledger
+from harness.replay import Arm, Replay, Replayed
 from harness.report.figures.burst import live
 from harness.report.paper import BURST
 from harness.session import Session
@@ -81,6 +83,22 @@ def test_the_summary_has_the_keys_that_the_report_shows(measured):
     assert verdicts["goodput_ratio"] is Verdict.NOT_REACHED
     assert found.correct
     json.dumps(found.document({}), allow_nan=False)
+
+
+def test_a_run_with_a_late_act_is_repeated_and_the_summary_says_how_often(measured, monkeypatch):
+    server, lateness = StandIn().start(), iter([1.0, 0.0])
+    made = Replayed(Arm.RETIRE, short().plan, 0.0, 1.0, {})
+    monkeypatch.setattr(Replay, "run", lambda *_: dataclasses.replace(made, late_s=next(lateness)))
+    session = Session(server.url, "made-up")
+    one = burst._Bench(Ledger(), dict.fromkeys(QUANTA, session))
+    run = one._run(session, short(), Arm.RETIRE, 0, {})
+    assert session.checks["acts_on_time"]
+    runs = measured.found["squeeze_1"]
+    assert told(measured).summary["runs_repeated"] == 0
+    repeated = {**runs, "always_256": [runs["always_256"][0] | {"repeats": run.figures()["repeats"]}]}
+    assert told(measured, {"squeeze_1": repeated}).summary["runs_repeated"] == 1
+    server.shutdown()
+    server.server_close()
 
 
 def test_a_quantum_that_gives_more_is_the_baseline_and_what_runs_on_never_is(measured):

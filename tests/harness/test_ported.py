@@ -287,6 +287,7 @@ def the_burst(patch):
             "cleanup_ms": None,
             "cleanup_intervals": [1.0, 1.5],
             "most_obsolete": 1,
+            "repeats": 0,
         }
         return SimpleNamespace(figures=lambda: figures)
 

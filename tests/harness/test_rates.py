@@ -15,7 +15,7 @@ from harness.burst import PAPER_PREFILL_S, PROMPT_TOKENS
 from harness.client import Frame, Reply
 from harness.ledger import Ledger
 from harness.rates import ARMS, LARGE, POINTS, SMALL, Point, Rates, begin_as, mean_quantum, of_point, result
-from harness.replay import Arm
+from harness.replay import Arm, Replay, Replayed
 from harness.report.figures.rates import goodput, selector
 from harness.report.paper import RATES
 from harness.report.results import Run
@@ -138,6 +138,25 @@ def test_native_versions_are_hung_up_and_the_others_superseded(measured):
     assert all(asked["scope"] for asked in measured.servers["rate"].asked if asked["supersedes"])
 
 
+def test_a_late_run_counts_for_nothing_not_even_for_the_mean_quantum(monkeypatch):
+    server = StandIn().start()
+    runs = iter([(1.0, {"64": 10}), (0.0, {"64": 10, "512": 3})])
+    plan = Point(0.2, 4).plan(6.0, 0.1, seed=1)
+
+    def run(_self, arm):
+        late_s, server.quanta = next(runs)
+        return Replayed(arm, plan, 0.0, 1.0, {}, late_s=late_s)
+
+    monkeypatch.setattr(Replay, "run", run)
+    session = Session(server.url, "made-up")
+    bench = rates._Bench(Ledger(), {"rate": session}, window_s=6.0, prefill=0.1)
+    told = bench._run(session, plan, Arm.RETIRE, 0, {})
+    assert (told["quantum_tokens"], told["repeats"]) == (512, 1)
+    assert session.checks["acts_on_time"]
+    server.shutdown()
+    server.server_close()
+
+
 def replied(*tokens):
     likely = [{"tokens": [one], "token_logprobs": [-0.1], "top_logprobs": [{one: -0.1}]} for one in tokens]
     return Reply(status=200, frames=[Frame(0.0, None, "x", {"choices": [{"logprobs": one}]}) for one in likely])
@@ -207,6 +226,13 @@ def test_the_map_says_where_natives_better_quantum_is_the_papers():
     found = told(found_of(at_0=as_paper, at_0_05=as_paper, at_0_2={"native_64": 60.0, "native_512": 40.0}))
     assert found.summary["native_quantum_as_paper"] == 6
     assert told(found_of(at_0=as_paper, at_0_05=as_paper, at_0_2=as_paper)).summary["native_quantum_as_paper"] == 4
+
+
+def test_how_many_runs_were_repeated_is_told():
+    found = found_of()
+    found[POINTS[0]][0]["native_64"]["repeats"] = 2
+    found[POINTS[1]][0]["rate"]["repeats"] = 1
+    assert told(found).summary["runs_repeated"] == 3
 
 
 def test_obsolete_tokens_are_counted_by_runtime():

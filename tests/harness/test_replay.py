@@ -82,6 +82,27 @@ def test_everything_is_done_at_its_time_and_lateness_is_told():
     assert walk(Agenda([]), act, 100.0, clock, clock.sleep) == 0.0
 
 
+def runs_late_by(*late_s):
+    """One after the other; gives what is kept, and how many were made."""
+    made = [replay.Replayed(Arm.NATIVE, TWO, 0.0, 1.0, {}, late_s=one) for one in late_s]
+    left = iter(made)
+    kept = replay.on_time(lambda: next(left))
+    return kept, len(made) - len(list(left))
+
+
+def test_a_run_with_a_late_act_is_repeated_and_only_the_kept_one_is_checked():
+    for late_s, kept_s, made in [
+        ((0.0,), 0.0, 1),
+        ((3.0, 0.1), 0.1, 2),
+        ((3.0, 3.0, 3.0, 0.2), 0.2, 4),
+        ((3.0, 3.0, 3.0, 5.0, 0.0), 5.0, 4),  # three times, and no more
+        ((float("inf"), 0.0), float("inf"), 1),  # somebody has ended: no matter of time
+    ]:
+        kept, count = runs_late_by(*late_s)
+        assert (kept.late_s, count, kept.repeats, kept.figures()["repeats"]) == (kept_s, made, made - 1, made - 1)
+        assert kept.checks()["acts_on_time"] is (kept_s < replay.ON_TIME_S)
+
+
 @pytest.mark.parametrize("arm", Arm)
 def test_last_versions_answer_in_full_and_all_others_are_superseded(started, arm):
     found = run(started(), arm, TWO)
@@ -222,6 +243,9 @@ def test_the_keys_that_scripts_rely_on(started):
     assert (told["retire_final"], told["native_final"], told["final_total"]) == (2, 2, 2)
     assert told["goodput_ratio"] > 0
     assert told["cleanup_p99_intervals"] == 0.8
+    assert told["runs_repeated"] == 0
+    runs[Arm.NATIVE][0]["repeats"] = 2
+    assert summary(runs, Arm.NATIVE, Arm.RETIRE, TWO)["runs_repeated"] == 2
     nothing = summary({}, Arm.NATIVE, Arm.RETIRE, TWO)
     assert nothing["goodput_ratio"] is nothing["retire_final"] is nothing["cleanup_p99_intervals"] is None
 
@@ -271,6 +295,16 @@ def test_the_command_prints_the_figures_and_writes_all_of_them(started, short, t
     assert set(arms["arms"]) == {"native", "retire"}
     assert len(versions["arms"]["retire"]["versions"]) == 27
     assert told["manifest"]["model"] == "made-up"
+
+
+def test_the_command_repeats_what_was_late_and_says_so(started, short, tmp_path, capsys, monkeypatch):
+    lateness, out = iter([1.0, 1.0, 0.0]), tmp_path / "out.json"
+    carry_out = Replay.run
+    monkeypatch.setattr(Replay, "run", lambda *how: dataclasses.replace(carry_out(*how), late_s=next(lateness)))
+    only = ["--window", "0.3", "--scopes", "1", "--arm", "native", "--json", str(out)]
+    assert replay_command.main([str(short), "--url", started().url, *SMALL, *only]) == 0
+    assert "1.00 s late; repeated" in capsys.readouterr().err
+    assert json.loads(out.read_text())["summary"]["runs_repeated"] == 2
 
 
 def test_a_plan_can_be_looked_at_without_a_server(window, capsys):
