@@ -25,8 +25,9 @@ What could be unfair, and which way:
 
 - Native's engine is asked between two steps whether it has let go, and answers over HTTP; what an idle one takes is
   taken off.  A request that waited and was in no step counts as live until then, in all arms.
-- RETIRE's times come from its records: giving up to ADVANCE is the gate's own time, without the way there.  In favour
-  of us by what a loopback connection takes; never less than when the client saw the old stream end.
+- When RETIRE has let go comes from its records, as time after ADVANCE, and is added to when the client had read the
+  acceptance, which comes later.  Against us by what a response's first bytes take; never less than when the client
+  saw the old stream end.
 - A frame counts when it was taken, by a client that shares two cores with the engine: what came before the acceptance
   and was taken after it counts as obsolete, in all arms.  Nobody holds anything back; RETIRE's own client would.
 - The native arms run on patched servers.  What that costs unscoped requests is `retire bench overhead`'s to say.

@@ -245,17 +245,18 @@ def fence_intervals(record: Mapping[str, Any]) -> float | None:
 
 
 def let_go(versions: Sequence[Version], records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Note when the engine let go of every superseded version of a scope, as transitions' records tell it.
+    """Note when the engine let go of every superseded version of a scope, at the latest, as records tell it.
 
-    A record's times are ms after ADVANCE, which is the call's arrival at the gate plus `advance_ms`; the way there is
-    not in it, but no later than when the old stream was seen to end.  A transition that was overtaken has no FENCE of
-    its own: the next one that has waited for its requests as well.
+    A record tells FENCE in ms after ADVANCE.  When that was on the client's clock is not known, but the acceptance was
+    read after it: FENCE added to that is an upper bound, too late by what an acceptance takes to come back and be read.
+    Nor is it before the old stream was seen to end.  A transition that was overtaken has no FENCE of its own: the next
+    one that has waited for its requests as well.
     """
     fenced_at: float | None = None
     for place in range(len(versions) - 1, 0, -1):
         version, predecessor = versions[place], versions[place - 1]
         record = None if version.transition is None else records.get(version.transition)
-        if record is not None and version.gave_up_at is not None and "fence" in record["stages"]:
-            fenced_at = version.gave_up_at + ((record["advance_ms"] or 0.0) + record["stages"]["fence"]) / 1000
+        if record is not None and version.accepted_at is not None and "fence" in record["stages"]:
+            fenced_at = version.accepted_at + record["stages"]["fence"] / 1000
         if fenced_at is not None:
             predecessor.let_go_at = max(fenced_at, predecessor.reply.done_at)

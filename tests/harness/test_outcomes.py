@@ -159,8 +159,8 @@ def test_intervals_are_of_the_step_that_was_stopped_and_short_steps_have_none():
 def test_an_overtaken_transition_is_over_with_the_fence_that_waited_for_it():
     versions = [
         version(1, 0.0, [1], 2.01, answer=9),
-        version(2, 2.0, [], 2.11, gave_up_at=2.0, accepted_at=2.0, answer=9, transition="/a"),
-        version(3, 2.1, [], 2.4, gave_up_at=2.1, accepted_at=2.1, answer=9, transition="/b"),
+        version(2, 2.0, [], 2.11, gave_up_at=2.0, accepted_at=2.03, answer=9, transition="/a"),
+        version(3, 2.1, [], 2.4, gave_up_at=2.1, accepted_at=2.15, answer=9, transition="/b"),
         version(4, 2.3, [], 0.0, gave_up_at=2.3, accepted_at=2.3, transition="/c"),
     ]
     records = {
@@ -169,9 +169,17 @@ def test_an_overtaken_transition_is_over_with_the_fence_that_waited_for_it():
         "/c": {"advance_ms": None, "stages": {"fence": 5.0}},
     }
     let_go(versions, records)
-    assert [one.let_go_at for one in versions[:3]] == [pytest.approx(2.121), pytest.approx(2.121), 2.4]
+    assert [one.let_go_at for one in versions[:3]] == [pytest.approx(2.17), pytest.approx(2.17), 2.4]
     assert versions[3].let_go_at is None
     let_go(versions[:1], {})
+
+
+def test_cleanup_is_no_shorter_than_it_was_whatever_the_way_to_the_gate_took():
+    """ADVANCE was somewhere between giving up and reading the acceptance: the bound holds for the latest moment."""
+    versions = replaced(done_at=2.1, accepted_at=2.5)
+    versions[1].transition = "/a"
+    let_go(versions, {"/a": {"advance_ms": 0.1, "stages": {"advance": 0.0, "fence": 30.0}}})
+    assert fates(versions)[0].cleanup_ms == pytest.approx(530)
 
 
 @st.composite
