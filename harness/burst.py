@@ -30,6 +30,8 @@ What could be unfair, and which way:
   saw the old stream end.
 - A frame counts when it was taken, by a client that shares two cores with the engine: what came before the acceptance
   and was taken after it counts as obsolete, in all arms.  Nobody holds anything back; RETIRE's own client would.
+- What was let out late and taken before the acceptance was read would count as late, not as obsolete.  So a check
+  compares, for every superseded version, what came with what its successor's record states as published.
 - The native arms run on patched servers.  What that costs unscoped requests is `retire bench overhead`'s to say.
 - All arms have prefix caching, and nothing in common to find there.
 - Intervals of safe points are those of the very step that was stopped.  Steps too short to be armed have none and are

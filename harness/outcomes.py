@@ -104,8 +104,13 @@ def fates(versions: Sequence[Version]) -> list[Fate]:
     return [_fate(version, versions[place + 1 :]) for place, version in enumerate(versions)]
 
 
+def _ending(later: Sequence[Version]) -> Version | None:
+    """The one of these that ended the version before them; None if none was accepted."""
+    return next((one for one in later if one.gave_up_at is not None and one.accepted_at is not None), None)
+
+
 def _fate(version: Version, later: Sequence[Version]) -> Fate:
-    ending = next((one for one in later if one.gave_up_at is not None and one.accepted_at is not None), None)
+    ending = _ending(later)
     given_up_at = NEVER if ending is None or ending.gave_up_at is None else ending.gave_up_at
     revoked_at = NEVER if ending is None or ending.accepted_at is None else ending.accepted_at
     frames = list(version.reply.frames)
@@ -260,3 +265,21 @@ def let_go(versions: Sequence[Version], records: Mapping[str, Mapping[str, Any]]
             fenced_at = version.accepted_at + record["stages"]["fence"] / 1000
         if fenced_at is not None:
             predecessor.let_go_at = max(fenced_at, predecessor.reply.done_at)
+
+
+def unpublished_tokens(versions: Sequence[Version], records: Mapping[str, Mapping[str, Any]]) -> int:
+    """How many tokens of a scope's superseded versions came that the records do not state as published.
+
+    The server counts what has passed its last gate when it revokes an epoch, and says so in the record of that very
+    transition.  So this is exact, whenever anything was taken; clocks have no part in it.
+    """
+    beyond = 0
+    for place, version in enumerate(versions):
+        ending = _ending(versions[place + 1 :])
+        record = None if ending is None or ending.transition is None else records.get(ending.transition)
+        if record is None or not version.accepted:
+            continue
+        epoch = int(version.reply.headers["x-retire-epoch"])
+        stated = [choice["tokens"] for one in record["published"] if one["epoch"] == epoch for choice in one["choices"]]
+        beyond += max(0, tokens(version.reply.frames) - sum(filter(None, stated)))
+    return beyond

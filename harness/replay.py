@@ -34,7 +34,7 @@ import httpx
 
 from harness.arrivals import Agenda, Arrival, GiveUp, Plan, Planned, Start, T, agenda
 from harness.client import TIMEOUT_S, Reply, Streaming, http, probe_ms
-from harness.outcomes import NEVER, Account, Outcome, Version, fates, let_go, tokens
+from harness.outcomes import NEVER, Account, Outcome, Version, fates, let_go, tokens, unpublished_tokens
 from harness.progress import note
 from harness.statistics import percentile
 from harness.workload import bearer, completion, fresh_salt, fresh_scope, passage, record_of
@@ -187,6 +187,8 @@ class Replayed:
             wanted = [v.transition for versions in self.versions.values() for v in versions if v.gave_up_at is not None]
             found["every_transition_closed"] = all(one in self.records for one in wanted)
             found["epochs_follow_versions"] = all(map(_ascending, self.versions.values()))
+            beyond = [unpublished_tokens(versions, self.records) for versions in self.versions.values()]
+            found["nothing_beyond_what_was_published"] = not any(beyond)
             found["last_versions_are_whole"] = all(versions[-1].whole for versions in self.versions.values())
         return found
 

@@ -6,6 +6,7 @@ import json
 import select
 import socket
 import time
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Condition, Thread
 
@@ -19,6 +20,7 @@ class StandIn(ThreadingHTTPServer):
     number.  `slow`: seconds before the response of that version of a scope starts, by number; who is superseded by then
     gets 410.  `breaks`: prompt lengths whose answer is broken off.  `fence_ms`: what records say.  `key`: without which
     nobody is answered.  `length`: tokens of prompt and answer that it takes, if it tells.
+    `leaks`: tokens that every superseded version still says.
     """
 
     daemon_threads = True
@@ -34,11 +36,13 @@ class StandIn(ThreadingHTTPServer):
         interval_ms=10.0,
         key=None,
         length=None,
+        leaks=0,
     ):
         super().__init__(("127.0.0.1", 0), Answers)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.versioned, self.refuse, self.slow, self.breaks = versioned, refuse or {}, slow or {}, breaks
         self.fence_ms, self.interval_ms, self.key, self.length = fence_ms, interval_ms, key, length
+        self.leaks, self.spoken, self.published = leaks, Counter(), {}
         self.changed = Condition()
         self.epochs, self.asked, self.hung_up, self.quanta = {}, [], 0, {}
 
@@ -48,8 +52,11 @@ class StandIn(ThreadingHTTPServer):
 
     def advance(self, scope):
         with self.changed:
-            self.epochs[scope] += 1
-            return self.epochs[scope]
+            old = self.epochs[scope]
+            self.epochs[scope] = new = old + 1
+            said = {"index": 0, "tokens": self.spoken[scope, old]}
+            self.published[f"/transitions/{scope}-{new}"] = [{"epoch": old, "choices": [said]}]
+            return new
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -69,7 +76,9 @@ class Answers(BaseHTTPRequestHandler):
                 "longest_interval_ms": self.server.interval_ms,
             }
             stages = {"advance": 0.0, "fence": self.server.fence_ms}
-            self.say({"closed": True, "advance_ms": 0.1, "stages": stages, "receipts": [receipt]})
+            published = self.server.published[self.path]
+            told = {"advance_ms": 0.1, "stages": stages, "receipts": [receipt], "published": published}
+            self.say({"closed": True, **told})
         else:
             self.say({}, 404)
 
@@ -125,21 +134,24 @@ class Answers(BaseHTTPRequestHandler):
             return epoch, {**told, "x-retire-epoch": str(epoch)}
 
     def speak(self, body, scope, epoch):
-        server = self.server
+        server, leaks = self.server, self.server.leaks
         for token in range(body["max_tokens"]):
             time.sleep(TICK_S)
             if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
                 server.hung_up += 1
                 return
-            if scope and server.epochs[scope] != epoch:
-                self.event({"choices": [{"text": "", "token_ids": []}], "retire": {"superseded_by": epoch + 1}})
-                break
             if len(body["prompt"]) in server.breaks and token == 2:
                 return
             likely = {"tokens": ["x"], "token_logprobs": [0.0], "top_logprobs": [{"x": 0.0}]}
-            self.event(
-                {"choices": [{"text": "x", "token_ids": [token], "logprobs": likely}], "retire": {"epoch": epoch}}
-            )
+            with server.changed:  # the last gate: compare, write, count
+                current = not scope or server.epochs[scope] == epoch
+                if not current and not leaks:
+                    self.event({"choices": [{"text": "", "token_ids": []}], "retire": {"superseded_by": epoch + 1}})
+                    break
+                choice = {"text": "x", "token_ids": [token], "logprobs": likely}
+                self.event({"choices": [choice], "retire": {"epoch": epoch}})
+                leaks -= not current
+                server.spoken[scope, epoch] += current
         self.wfile.write(b"data: [DONE]\n\n")
 
     def refuse_revoked(self, told, current):

@@ -66,7 +66,12 @@ def test_every_arm_runs_and_the_checks_hold(measured):
         "selective_512",
     }
     assert measured.checks == dict.fromkeys(measured.checks, True)
-    assert {"successors_equal_clean_runs", "epochs_follow_versions", "every_transition_closed"} <= set(measured.checks)
+    assert {
+        "successors_equal_clean_runs",
+        "epochs_follow_versions",
+        "every_transition_closed",
+        "nothing_beyond_what_was_published",
+    } <= set(measured.checks)
 
 
 def test_the_summary_has_the_keys_that_the_report_shows(measured):

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 
 from harness.arrivals import Planned
 from harness.client import Frame, Reply
-from harness.outcomes import NEVER, Account, Outcome, Version, fates, fence_intervals, let_go, live, tokens
+from harness.outcomes import (
+    NEVER,
+    Account,
+    Outcome,
+    Version,
+    fates,
+    fence_intervals,
+    let_go,
+    live,
+    tokens,
+    unpublished_tokens,
+)
 
 
 def said(at, count=1):
@@ -20,7 +31,8 @@ def said(at, count=1):
 def version(number, sent_at, at, done_at, *, gave_up_at=None, accepted_at=None, answer=4, status=200, **more):
     """`at`: when each token came."""
     frames = [said(when) for when in at]
-    headers = {"x-retire-authority": more.pop("authority")} if "authority" in more else {}
+    told = {"authority": more.pop("authority", None), "epoch": more.pop("epoch", None)}
+    headers = {f"x-retire-{name}": str(value) for name, value in told.items() if value is not None}
     reply = Reply(sent_at=sent_at, status=status, headers=headers, frames=frames, done_at=done_at)
     planned = Planned(1, number, sent_at, None if number == 1 else sent_at, 10, 0, answer)
     return Version(planned, reply, gave_up_at, accepted_at, **more)
@@ -180,6 +192,28 @@ def test_cleanup_is_no_shorter_than_it_was_whatever_the_way_to_the_gate_took():
     versions[1].transition = "/a"
     let_go(versions, {"/a": {"advance_ms": 0.1, "stages": {"advance": 0.0, "fence": 30.0}}})
     assert fates(versions)[0].cleanup_ms == pytest.approx(530)
+
+
+def published(epoch, count):
+    return {"epoch": epoch, "choices": [{"index": 0, "tokens": count}]}
+
+
+def test_what_came_of_a_superseded_version_is_at_most_what_its_successors_record_states():
+    versions = [
+        version(1, 0.0, [1, 2, 2.1], 2.2, epoch=4, answer=9),
+        version(2, 2.0, [], 2.1, gave_up_at=2.0, status=409),
+        version(3, 2.1, [2.3, 2.4], 2.5, gave_up_at=2.1, accepted_at=2.2, epoch=5, answer=9, transition="/a"),
+        version(4, 2.4, [3] * 4, 4, gave_up_at=2.4, accepted_at=2.6, epoch=6, transition="/b"),
+    ]
+
+    def beyond(**stated):
+        return unpublished_tokens(versions, {f"/{name}": {"published": told} for name, told in stated.items()})
+
+    assert beyond(a=[published(4, 3)], b=[published(5, 2)]) == 0
+    assert beyond(a=[published(4, 9)], b=[published(4, 9), published(5, 2)]) == 0
+    assert beyond(a=[published(4, 2)], b=[published(5, 0)]) == 3
+    assert beyond(a=[published(5, 3)], b=[]) == 5, "what another epoch has published is no excuse"
+    assert beyond() == 0, "that a record is missing is for another check"
 
 
 @st.composite

@@ -118,9 +118,15 @@ def test_last_versions_answer_in_full_and_all_others_are_superseded(started, arm
 
 def test_who_supersedes_or_hangs_up_gets_nothing_old_and_who_does_neither_gets_all_of_it(started):
     obsolete = {arm: run(started(), arm, TWO).account.obsolete_tokens() for arm in Arm}
-    assert obsolete[Arm.RETIRE] <= 3  # what was under way: the stand-in has no last gate
+    assert obsolete[Arm.RETIRE] <= 3  # what was under way
     assert obsolete[Arm.NATIVE] <= 10
     assert obsolete[Arm.ABANDON] > 60
+
+
+def test_a_token_that_the_server_does_not_state_as_published_fails_the_run_whenever_it_came(started):
+    held, leaked = (run(started(leaks=count), Arm.RETIRE, TWO).checks() for count in (0, 1))
+    assert all(held.values())
+    assert [name for name, holds in leaked.items() if not holds] == ["nothing_beyond_what_was_published"]
 
 
 def test_the_native_runtime_names_no_scope_and_hangs_up_each_old_request(started):
