@@ -9,7 +9,7 @@ fits into the window.  There it is 120 s over 0.405 s, the TTFT of the final ver
 there.  Other squeezes than 1 are other scales: at 4, revisions come four times as fast, in prefills.  Quanta keep the
 paper's share of a prompt: an eighth, a half, the whole.
 
-Arms, on one server per quantum, in an order that rotates:
+Arms, on one server per quantum, in an order that rotates and is turned round in every other trial:
 
 - `native_Q`: vLLM's requests without a scope; the runtime hangs up and sends the new request.
 - `selective_Q`: the new request supersedes.
@@ -59,7 +59,7 @@ from harness.experiment import Cell, Result, Target, columns, figures
 from harness.ledger import Key, Ledger
 from harness.outcomes import Version
 from harness.progress import note
-from harness.replay import Arm, Figures, Replay, Replayed, Site, goodput, on_time, prompts, repeated, summary
+from harness.replay import Arm, Figures, Replay, Replayed, Site, goodput, in_turn, on_time, prompts, repeated, summary
 from harness.session import Session, serving
 from harness.statistics import Bootstrap, at_least, ratio_of_medians, whether
 from harness.workload import fresh_salt, passage, prefill_s
@@ -224,8 +224,8 @@ class _Bench:
         arms = [(name, quantum) for quantum in self._sessions for name in arms_of(quantum, quick=quick)]
         for trial in range(trials):
             key = Key(scale.name, [name for name, _ in arms], trial, seed=1 + trial)
-            order = arms[trial % len(arms) :] + arms[: trial % len(arms)]
-            for name, run in self._ledger.trial(key, partial(self._trial, scale, order, trial)).items():
+            work = partial(self._trial, scale, in_turn(arms, trial), trial)
+            for name, run in self._ledger.trial(key, work).items():
                 found.setdefault(name, []).append(run)
         return found
 

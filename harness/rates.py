@@ -9,7 +9,8 @@ prefills long.  Quanta keep the paper's share of a prompt: an eighth, the whole.
 
 A scope has one version at a time, whose answer is longer than the window: without revisions it would speak until the
 end.  Scopes begin a prefill apart.  A cell has as many revisions as its rate says, at times and of scopes that are
-drawn with the trial's seed, those of a scope `LEAST_GAP_S` apart or more, and all policies meet the same ones:
+drawn with the trial's seed, those of a scope `LEAST_GAP_S` apart or more.  All policies meet the same ones, in an order
+that rotates and is turned round in every other repetition:
 
 - `native_Q`: vLLM's requests without a scope; the runtime hangs up and sends the new request.
 - `selective_Q`: the new request supersedes; long steps are armed.
@@ -47,7 +48,7 @@ from harness.experiment import Cell, Result, Target, columns, figures
 from harness.ledger import Key, Ledger
 from harness.outcomes import Outcome, Version
 from harness.progress import note
-from harness.replay import Arm, Figures, Replay, Replayed, Site, goodput, on_time, prompts, repeated
+from harness.replay import Arm, Figures, Replay, Replayed, Site, goodput, in_turn, on_time, prompts, repeated
 from harness.session import Session, serving, serving_side_by_side
 from harness.statistics import Bootstrap, at_least, ratio_of_medians, whether
 from harness.workload import fresh_salt
@@ -184,10 +185,8 @@ class _Bench:
         names = list(ARMS)
         found = []
         for trial in range(trials):
-            turn = trial % len(names)
-            order = names[turn:] + names[:turn]
             key = Key(point.name, names, trial, seed=1 + trial)
-            found.append(self._ledger.trial(key, partial(self._trial, point, order, trial)))
+            found.append(self._ledger.trial(key, partial(self._trial, point, in_turn(names, trial), trial)))
         return found
 
     def _trial(self, point: Point, order: Sequence[str], trial: int) -> dict[str, Figures]:

@@ -420,6 +420,16 @@ class _Background:
 # ---------------------------------------------------------------- figures of several runs
 
 
+def in_turn(arms: Sequence[T], trial: int) -> list[T]:
+    """The order of a trial: it begins one further with every second trial, and is turned round in every other.
+
+    Turned alone, arms that stand side by side would keep who comes directly after whom.
+    """
+    turn = trial // 2 % len(arms)
+    order = [*arms[turn:], *arms[:turn]]
+    return order[::-1] if trial % 2 else order
+
+
 def summary(found: Mapping[str, Sequence[Figures]], best_native: str, retire: str, plan: Plan) -> dict[str, Any]:
     """The keys that scripts rely on, from all trials of two arms; None where an arm has no run.
 

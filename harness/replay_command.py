@@ -24,7 +24,7 @@ from harness.client import TIMEOUT_S, http
 from harness.experiment import Cell, Result, columns, join
 from harness.manifest import manifest
 from harness.progress import note
-from harness.replay import Arm, Replay, Replayed, Site, on_time, prompts, summary
+from harness.replay import Arm, Replay, Replayed, Site, in_turn, on_time, prompts, summary
 from harness.workload import bearer
 from retire.core.errors import RetireError
 from traces import rows
@@ -81,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     found: dict[str, list[Replayed]] = {arm: [] for arm in options.arm}
     for trial in range(options.trials):
-        turn = trial % len(options.arm)
-        for arm in options.arm[turn:] + options.arm[:turn]:
+        for arm in in_turn(options.arm, trial):
             run = on_time(partial(replay.run, Arm(arm)))
             found[arm].append(run)
             note(f"  {trial + 1}/{options.trials} {arm}: {_line(run)}")

@@ -90,6 +90,15 @@ def test_the_summary_has_the_keys_that_the_report_shows(measured):
     json.dumps(found.document({}), allow_nan=False)
 
 
+def test_what_an_arm_comes_after_changes_from_trial_to_trial():
+    bench = burst._Bench.__new__(burst._Bench)
+    bench._ledger, bench._sessions, orders = Ledger(), dict.fromkeys(QUANTA), []
+    bench._trial = lambda _scale, order, _trial: orders.append([name for name, _ in order]) or {}
+    bench.runs(short(), 8, quick=False)
+    after = [order[order.index("selective_64") - 1] for order in orders if order[0] != "selective_64"]
+    assert 0 < after.count("native_64") <= 8 / 2
+
+
 def test_a_run_with_a_late_act_is_repeated_and_the_summary_says_how_often(measured, monkeypatch):
     server, lateness = StandIn().start(), iter([1.0, 0.0])
     made = Replayed(Arm.RETIRE, short().plan, 0.0, 1.0, {})

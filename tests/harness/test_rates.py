@@ -124,6 +124,14 @@ def test_every_policy_runs_and_the_checks_hold_although_all_answers_are_cut(meas
     } <= set(measured.checks)
 
 
+def test_what_a_policy_comes_after_changes_from_trial_to_trial():
+    bench, orders = rates._Bench(Ledger(), {}, 6.0, 0.1), []
+    bench._trial = lambda _point, order, _trial: orders.append(order) or {}
+    bench.runs(Point(0.2, 4), 8)
+    after = [order[order.index("rate") - 1] for order in orders if order[0] != "rate"]
+    assert 0 < after.count("selective_512") <= 8 / 2
+
+
 def test_only_the_selectors_server_is_asked_for_its_choice(measured):
     ((trial),) = measured.trials
     assert [arm for arm, run in trial.items() if run["quantum_tokens"] is not None] == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from harness import replay, replay_command
 from harness.arrivals import Agenda, Arrival, Plan, Planned, Sizes, plan
 from harness.outcomes import Outcome
-from harness.replay import Arm, Replay, Site, prompts, summary, walk
+from harness.replay import Arm, Replay, Site, in_turn, prompts, summary, walk
 from retire import cli
 from retire.core.errors import RetireError
 from tests.harness.stand_in_server import StandIn
@@ -80,6 +82,16 @@ def test_everything_is_done_at_its_time_and_lateness_is_told():
     assert walk(Agenda([(2.0, "b"), (1.0, "slow"), (9.0, "c")]), act, 100.0, clock, clock.sleep) == pytest.approx(2.0)
     assert done == [(101.0, "slow"), (104.0, "b"), (109.0, "c")]
     assert walk(Agenda([]), act, 100.0, clock, clock.sleep) == 0.0
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7])
+def test_no_arm_comes_directly_after_the_same_one_in_more_than_half_of_the_trials(count):
+    arms, trials = list(range(count)), 4 * count
+    orders = [in_turn(arms, trial) for trial in range(trials)]
+    assert all(sorted(order) == arms for order in orders)
+    pairs = Counter(pair for order in orders for pair in pairwise(order))
+    assert max(pairs.values(), default=0) <= trials / 2
+    assert {order[0] for order in orders} == set(arms)
 
 
 def runs_late_by(*late_s):
