@@ -51,8 +51,9 @@ def measured():
         server.server_close()
 
 
-def told(measured, found=None):
-    return result(Burst(), [short()], found or measured.found, measured.checks, measured.seal, measured.prefill)
+def told(measured, found=None, scales=None):
+    scales = scales or [short()]
+    return result(Burst(), scales, found or measured.found, measured.checks, measured.seal, measured.prefill)
 
 
 def test_every_arm_runs_and_the_checks_hold(measured):
@@ -127,9 +128,27 @@ def test_without_a_run_there_is_no_figure_and_no_target_is_reached(measured):
     found = told(measured, {"squeeze_1": {}})
     assert found.summary["goodput_ratio"] is None
     assert found.summary["cleanup_p99_intervals"] is None
-    verdicts = {target.key: target.verdict for target in found.targets}
-    assert {key for key, verdict in verdicts.items() if verdict is Verdict.REACHED} <= {"retire_obsolete_tokens"}
+    assert found.summary["retire_obsolete_tokens"] is None
+    assert Verdict.REACHED not in [target.verdict for target in found.targets]
     json.dumps(found.document({}))
+
+
+def test_what_was_obsolete_at_any_scale_counts_and_the_rest_of_the_head_says_its_scale(measured):
+    runs = measured.found["squeeze_1"]
+    leaky = {**runs, "selective_512": [runs["selective_512"][0] | {"obsolete_tokens": 3}]}
+    both = [short(), short("squeeze_4", 4.0)]
+    found = told(measured, {"squeeze_1": runs, "squeeze_4": leaky}, both)
+    at_first = told(measured).summary["retire_obsolete_tokens"]
+    assert found.summary["retire_obsolete_tokens"] == 2 * at_first + 3 - runs["selective_512"][0]["obsolete_tokens"]
+    assert {t.key: t.verdict for t in found.targets}["retire_obsolete_tokens"] is Verdict.NOT_REACHED
+    assert found.summary["scale"] == "squeeze_1"
+    assert told(measured, {"squeeze_4": runs}, both[1:]).summary["scale"] == "squeeze_4"
+
+
+def test_nothing_is_said_of_an_arm_that_did_not_run(measured):
+    runs = {arm: of for arm, of in measured.found["squeeze_1"].items() if "abandon" not in arm}
+    found = told(measured, {"squeeze_1": runs}).summary
+    assert found["abandoned_obsolete_tokens"] is found["goodput_ratio_vs_abandoned"] is None
 
 
 def test_the_cells_are_what_the_figure_draws(measured):
