@@ -334,7 +334,7 @@ def result(
     }
     p99 = head["cleanup_p99_intervals"]
     all_final = head["retire_final"] == head["final_total"]
-    goodput_verdict = whether(holds=False) if ratio is None else at_least(ratio.interval(), GOODPUT_AIM)
+    goodput_verdict = whether(holds=False) if ratio is None else at_least(ratio.interval(), GOODPUT_AIM, len(pairs))
     targets = [
         Target("retire_obsolete_tokens", "0", "0", whether(head["retire_obsolete_tokens"] == 0)),
         Target("native_obsolete_tokens", "40,499", "> 0", whether((head["native_obsolete_tokens"] or 0) > 0)),

@@ -21,6 +21,8 @@ Pairs = Sequence[tuple[float, float]]
 
 Key = TypeVar("Key", bound=Hashable)
 RESAMPLES = 10_000
+PAIRS_LEAST = 3
+"""Resampling one pair gives an interval of no width, and two give their own ends: neither says anything."""
 
 
 def ratio_of_medians(pairs: Pairs) -> float:
@@ -121,8 +123,10 @@ def whether(holds: bool) -> Verdict:
     return Verdict.REACHED if holds else Verdict.NOT_REACHED
 
 
-def at_least(interval: Interval, bound: float) -> Verdict:
-    """Whether the whole interval is `bound` or more."""
+def at_least(interval: Interval, bound: float, pairs: int = PAIRS_LEAST) -> Verdict:
+    """Whether the whole interval is `bound` or more; open where fewer than `PAIRS_LEAST` `pairs` have led to it."""
+    if pairs < PAIRS_LEAST:
+        return Verdict.OPEN
     if interval.low >= bound:
         return Verdict.REACHED
     return Verdict.NOT_REACHED if interval.high < bound else Verdict.OPEN

@@ -86,7 +86,6 @@ def test_the_summary_has_the_keys_that_the_report_shows(measured):
     verdicts = {target.key: target.verdict for target in found.targets}
     assert verdicts["cleanup_p99_intervals"] is Verdict.REACHED
     assert verdicts["retire_final"] is Verdict.REACHED
-    assert verdicts["goodput_ratio"] is Verdict.NOT_REACHED
     assert found.correct
     json.dumps(found.document({}), allow_nan=False)
 
@@ -131,6 +130,14 @@ def test_without_a_run_there_is_no_figure_and_no_target_is_reached(measured):
     assert found.summary["retire_obsolete_tokens"] is None
     assert Verdict.REACHED not in [target.verdict for target in found.targets]
     json.dumps(found.document({}))
+
+
+@pytest.mark.parametrize(("trials", "verdict"), [(1, Verdict.OPEN), (2, Verdict.OPEN), (3, Verdict.NOT_REACHED)])
+def test_a_ratio_of_fewer_than_three_trials_is_open(measured, trials, verdict):
+    runs = {arm: of * trials for arm, of in measured.found["squeeze_1"].items()}
+    found = told(measured, {"squeeze_1": runs})
+    assert found.summary["goodput_ratio"] < burst.GOODPUT_AIM
+    assert {t.key: t.verdict for t in found.targets}["goodput_ratio"] is verdict
 
 
 def test_what_was_obsolete_at_any_scale_counts_and_the_rest_of_the_head_says_its_scale(measured):

@@ -221,6 +221,34 @@ def test_one_that_does_not_is_named_by_its_cell_and_fails_both_targets():
     assert verdicts["retire_obsolete_tokens"] is Verdict.REACHED
 
 
+def verdict_of(found, key="selector_within_2pct"):
+    return {target.key: target.verdict for target in told(found).targets}[key]
+
+
+def spread(*ratios):
+    """Trials of a cell in which the selector gives so much of what the better quantum does."""
+    return [{arm: run_of(50.0 * ratio if arm == "rate" else 50.0) for arm in ARMS} for ratio in ratios]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "within", "verdict"),
+    [
+        ((0.99, 1.0, 1.02), 6, Verdict.REACHED),
+        ((0.95, 0.99, 1.02), 6, Verdict.OPEN),  # the median is within, one end of the interval is not
+        ((0.90, 0.97, 1.02), 5, Verdict.OPEN),
+        ((0.90, 0.95, 0.97), 5, Verdict.NOT_REACHED),
+        ((1.0, 1.0), 6, Verdict.OPEN),
+        ((0.5,), 5, Verdict.OPEN),
+    ],
+)
+def test_that_the_selector_follows_is_said_by_intervals_and_counted_by_medians(ratios, within, verdict):
+    found = found_of() | {POINTS[2]: spread(*ratios)}
+    assert told(found).summary["selector_within_2pct"] == within
+    assert verdict_of(found) is verdict
+    if min(ratios) < 1:
+        assert verdict_of(found, "worst_selector_ratio") is verdict
+
+
 def test_the_selector_is_held_against_the_better_quantum_and_native_is_not_asked():
     cell = of_point(Point(0.2, 4), trials(selective_64=40.0, selective_512=60.0, native_64=90.0, rate=60.0))
     assert (cell["best_selective"], cell["best_native"]) == ("selective_512", "native_64")

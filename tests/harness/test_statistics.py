@@ -119,6 +119,12 @@ def test_a_target_is_reached_when_the_whole_interval_is_there():
     assert at_most(Interval(1.03, 1.1), 1.02) is Verdict.NOT_REACHED
 
 
+def test_so_few_pairs_say_nothing_whatever_their_interval():
+    assert at_least(Interval(34, 40), 34, 3) is Verdict.REACHED
+    for pairs in (1, 2):
+        assert at_least(Interval(40, 40), 34, pairs) is at_least(Interval(30, 30), 34, pairs) is Verdict.OPEN
+
+
 def test_pairs_of_one_group_are_drawn_together() -> None:
     pairs = [(100 + 5 * group, 100) for group in range(3) for _ in range(100)]
     groups = [group for group in range(3) for _ in range(100)]
