@@ -55,7 +55,7 @@ from statistics import median
 from typing import Any
 
 from harness.arrivals import Pace, Plan, Sizes, plan
-from harness.client import Reply, says_the_same
+from harness.client import Reply, difference
 from harness.experiment import Cell, Result, Target, columns, figures
 from harness.ledger import Key, Ledger
 from harness.outcomes import Version
@@ -277,9 +277,16 @@ def arms_of(quantum: int, *, quick: bool) -> list[str]:
     return [f"native_{quantum}", f"selective_{quantum}", *abandoned]
 
 
-def equal(lasts: Mapping[int, Version], clean: Mapping[int, Reply]) -> bool:
-    """Whether every scope's last version says what a clean run says, as far as numerics can tell."""
-    return all(says_the_same(clean[scope], version.reply) for scope, version in lasts.items())
+def equal(lasts: Mapping[int, Version], clean: Mapping[int, Reply], *, whole: bool = True) -> bool:
+    """Whether every scope's last version says what a clean run says, as far as numerics can tell.
+
+    `whole`: whether all of it must have come.  Where one differs, and by how much, goes to stderr.
+    """
+    found = {scope: difference(clean[scope], version.reply, whole=whole) for scope, version in lasts.items()}
+    for scope, what in found.items():
+        if what is not None:
+            note(f"  scope {scope} differs from its clean run: {what}")
+    return all(what is None for what in found.values())
 
 
 def best(found: Mapping[str, Sequence[Figures]], kind: str) -> str | None:

@@ -95,17 +95,31 @@ class Reply:
         return next((told["cached_tokens"] for told in details if told is not None), None)
 
 
-def says_the_same(reference: Reply, other: Reply, *, whole: bool = True) -> bool:
-    """Whether two greedy answers are equal as far as numerics can tell; if not `whole`, as far as both go.
+def difference(reference: Reply, other: Reply, *, whole: bool = True) -> str | None:
+    """Where and how two greedy answers differ, or None if they are equal as far as numerics can tell.
 
     How a prompt is cut into steps changes the last bits of its KV, so they may part where the log-probabilities of two
-    tokens are within `NEAR` of each other.  `reference` must have been asked for alternatives.
+    tokens are within `NEAR` of each other; what comes after that is not compared.  `reference` must have been asked for
+    alternatives.  If not `whole`, they are compared as far as both go.
     """
-    pairs = zip(reference.logprobs, other.logprobs, reference.alternatives, strict=False)
-    for (expected, likely), (said, _), likeliest in pairs:
-        if said != expected:
-            return said in likeliest and likely - likeliest[said] <= NEAR
-    return not whole or (bool(reference.logprobs) and len(reference.logprobs) == len(other.logprobs))
+    expected, said = reference.logprobs, other.logprobs
+    for place, ((token, likely), (here, _), likeliest) in enumerate(
+        zip(expected, said, reference.alternatives, strict=False), start=1
+    ):
+        if here != token:
+            gap = likely - likeliest[here] if here in likeliest else None
+            if gap is not None and gap <= NEAR:
+                return None
+            less = "not among the likeliest" if gap is None else f"{gap:.3f} less likely (near: {NEAR:g})"
+            return f"token {place} of {len(expected)} is {here!r} instead of {token!r}, {less}"
+    if whole and len(expected) != len(said):
+        return f"{len(said)} tokens instead of {len(expected)}"
+    return "no token was told" if whole and not expected else None
+
+
+def says_the_same(reference: Reply, other: Reply, *, whole: bool = True) -> bool:
+    """Whether there is no `difference`."""
+    return difference(reference, other, whole=whole) is None
 
 
 class Streaming:

@@ -43,8 +43,8 @@ from functools import partial
 from typing import Any
 
 from harness.arrivals import Plan, Planned
-from harness.burst import PAPER_PREFILL_S, PROMPT_TOKENS, native_prefill_s, server_flags
-from harness.client import Reply, says_the_same
+from harness.burst import PAPER_PREFILL_S, PROMPT_TOKENS, equal, native_prefill_s, server_flags
+from harness.client import Reply
 from harness.experiment import Cell, Result, Target, columns, figures
 from harness.ledger import Key, Ledger
 from harness.outcomes import Outcome, Version
@@ -243,7 +243,7 @@ def checks_of(run: Replayed) -> dict[str, bool]:
 
 def begin_as(lasts: Mapping[int, Version], clean: Mapping[int, Reply]) -> bool:
     """Whether every scope's last version says what a clean run says, as far as it came and numerics can tell."""
-    return all(says_the_same(clean[scope], version.reply, whole=False) for scope, version in lasts.items())
+    return equal(lasts, clean, whole=False)
 
 
 def mean_quantum(steps: Mapping[int, int]) -> float | None:

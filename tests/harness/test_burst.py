@@ -11,6 +11,7 @@ import pytest
 from harness import bench, burst
 from harness.arrivals import Plan, Planned
 from harness.burst import ALWAYS, PROMPT_TOKENS, QUANTA, Burst, Scale, arms_of, best, recorded, result, scaled, used
+from harness.client import Frame, Reply
 from harness.ledger import Ledger
 from harness.replay import Arm, Replay, Replayed
 from harness.report.figures.burst import live
@@ -88,6 +89,29 @@ def test_the_summary_has_the_keys_that_the_report_shows(measured):
     assert verdicts["retire_final"] is Verdict.REACHED
     assert found.correct
     json.dumps(found.document({}), allow_nan=False)
+
+
+def replied(*tokens):
+    """Token and log-probability of each, `other` being 0.3 less likely everywhere."""
+    told = [{"tokens": [one], "token_logprobs": [-0.1], "top_logprobs": [{one: -0.1, "other": -0.4}]} for one in tokens]
+    return Reply(
+        status=200,
+        frames=[Frame(0.0, None, one, {"choices": [{"logprobs": x}]}) for one, x in zip(tokens, told, strict=True)],
+    )
+
+
+def test_where_and_how_far_a_successor_parts_from_its_clean_run_is_noted(capsys):
+    clean = dict.fromkeys((1, 2, 3, 4), replied("a", "b", "c"))
+    said = {1: ("a", "b", "c"), 2: ("a", "other"), 3: ("a", "never"), 4: ("a", "b")}
+    lasts = {scope: SimpleNamespace(reply=replied(*tokens)) for scope, tokens in said.items()}
+    assert not burst.equal(lasts, clean)
+    assert capsys.readouterr().err.splitlines() == [
+        "  scope 2 differs from its clean run: token 2 of 3 is 'other' instead of 'b', 0.300 less likely (near: 0.25)",
+        "  scope 3 differs from its clean run: token 2 of 3 is 'never' instead of 'b', not among the likeliest",
+        "  scope 4 differs from its clean run: 2 tokens instead of 3",
+    ]
+    assert burst.equal({1: lasts[1], 4: lasts[4]}, clean, whole=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_what_an_arm_comes_after_changes_from_trial_to_trial():
