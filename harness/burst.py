@@ -7,7 +7,8 @@ The window is the paper's, on this machine's scale.  One number sets the scale: 
 fits into the window.  There it is 120 s over 0.405 s, the TTFT of the final versions (7.4), and the cleanup limit is
 180 s over the same; here both are kept over the prefill measured at the start, so a burst is as many prefills wide as
 there.  Other squeezes than 1 are other scales: at 4, revisions come four times as fast, in prefills.  Quanta keep the
-paper's share of a prompt: an eighth, a half, the whole.
+paper's share of a prompt: an eighth, a half, the whole.  A quick run has a scale of its own, shorter answers that are a
+larger share of its window, and no recorded rows.
 
 Arms, on one server per quantum, in an order that rotates and is turned round in every other trial:
 
@@ -46,8 +47,8 @@ What could be unfair, and which way:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,7 +62,7 @@ from harness.ledger import Key, Ledger
 from harness.outcomes import Version
 from harness.progress import note
 from harness.replay import Arm, Figures, Replay, Replayed, Site, goodput, in_turn, on_time, prompts, repeated, summary
-from harness.session import Session, serving
+from harness.session import Session, serving_side_by_side
 from harness.statistics import Bootstrap, at_least, ratio_of_medians, whether
 from harness.workload import fresh_salt, passage, prefill_s
 from retire.core.errors import RetireError
@@ -74,6 +75,7 @@ from traces.statistics import WINDOW_S
 
 PROMPT_TOKENS = 512
 ANSWER_TOKENS = 720  # 54 token/s for 120 s over nine final versions
+QUICK_ANSWER_TOKENS = 160
 QUANTA = (PROMPT_TOKENS // 8, PROMPT_TOKENS // 2, PROMPT_TOKENS)
 ALWAYS = QUANTA[1]  # of the server that arms every step
 PAPER_PREFILL_S, PAPER_LIMIT_S, PAPER_BURST_S = 0.405, 180.0, 1.5
@@ -103,10 +105,10 @@ class Scale:
         return {"window_over_prefill": self.window_s / prefill, "limit_over_prefill": self.limit_s / prefill, **burst_s}
 
 
-def scaled(prefill: float, squeeze: float, seed: int = 1) -> Scale:
+def scaled(prefill: float, squeeze: float, answer_tokens: int = ANSWER_TOKENS, seed: int = 1) -> Scale:
     """The paper's window where a native prefill takes `prefill` seconds."""
     factor = prefill / PAPER_PREFILL_S / squeeze
-    sizes = Sizes(scale=PROMPT_TOKENS / WINDOW_PROMPT_TOKENS, answer_tokens=ANSWER_TOKENS)
+    sizes = Sizes(scale=PROMPT_TOKENS / WINDOW_PROMPT_TOKENS, answer_tokens=answer_tokens)
     made = plan(paper_window(seed), sizes, speed=1 / factor)
     return Scale(f"squeeze_{squeeze:g}", made, WINDOW_S * factor, PAPER_LIMIT_S * factor * squeeze, squeeze)
 
@@ -143,18 +145,12 @@ class Burst:
             RetireError: `trace` cannot be read, or holds something else.
         """
         told = _read(self.trace)
-        with ExitStack() as stack:
-            servers = {
-                quantum: stack.enter_context(_serving(self.model, quantum, ledger.checks))
-                for quantum in used(quick=quick)
-            }
+        with _serving(self.model, used(quick=quick), ledger.checks) as servers:
             bench = _Bench(ledger, servers)
             # Once for the run: the scale of all its trials.
             prefill = ledger.trial(Key("prefill", (f"native_{QUANTA[-1]}",), 0, seed=2), bench.prefill_s)
             note(f"  native prefill of {PROMPT_TOKENS} tokens: {prefill:.3f} s")
-            planned = {scaled(prefill, one): 1 if quick else self._trials(one) for one in self._squeezes(quick=quick)}
-            if told:
-                planned[recorded(told)] = 1 if quick else self.squeezed_trials
+            planned = self.planned(prefill, told, quick=quick)
             ledger.plan({"prefill": 1} | {scale.name: trials for scale, trials in planned.items()})
             found = {}
             for scale, trials in planned.items():
@@ -162,11 +158,15 @@ class Burst:
                 found[scale.name] = bench.runs(scale, trials, quick=quick)
         return result(self, list(planned), found, ledger.checks, bench.seal, prefill)
 
-    def _squeezes(self, *, quick: bool) -> tuple[float, ...]:
-        return (QUICK_SQUEEZE,) if quick else self.squeezes
-
-    def _trials(self, squeeze: float) -> int:
-        return self.trials if squeeze == self.squeezes[0] else self.squeezed_trials
+    def planned(self, prefill: float, told: Sequence[Transition], *, quick: bool) -> dict[Scale, int]:
+        """What is replayed, and how many times by every arm.  `prefill`: seconds.  `told`: recorded rows."""
+        if quick:
+            if told:
+                note(f"  {self.trace} takes {RECORDED_S:g} s an arm: not in a quick run")
+            return {scaled(prefill, QUICK_SQUEEZE, QUICK_ANSWER_TOKENS): 1}
+        found = {scaled(prefill, one): self.squeezed_trials for one in self.squeezes}
+        found[next(iter(found))] = self.trials
+        return found | ({recorded(told): self.squeezed_trials} if told else {})
 
 
 def _read(path: Path | None) -> list[Transition]:
@@ -194,9 +194,18 @@ def server_flags(quantum: int) -> tuple[str, ...]:
     )
 
 
-def _serving(model: str, quantum: int, checks: dict[str, bool]) -> AbstractContextManager[Session]:
-    policy = Policy.ALWAYS if quantum == ALWAYS else Policy.SELECTIVE
-    return serving(model, server_flags(quantum), checks, {POLICY_ENV: policy})
+@contextmanager
+def _serving(model: str, quanta: Sequence[int], checks: dict[str, bool]) -> Iterator[dict[int, Session]]:
+    """A server for each quantum."""
+    kinds = [
+        {
+            "flags": server_flags(quantum),
+            "env": {POLICY_ENV: Policy.ALWAYS if quantum == ALWAYS else Policy.SELECTIVE},
+        }
+        for quantum in quanta
+    ]
+    with serving_side_by_side(model, (), kinds, checks) as found:
+        yield {quantum: session for quantum, (_, session) in zip(quanta, found, strict=True)}
 
 
 def native_prefill_s(session: Session, times: int = 5) -> float:

@@ -228,7 +228,7 @@ def _serving(
     )
     alike = {**DEVELOPMENT, POLICY_ENV: Policy.SELECTIVE}  # whatever is exported here
     envs = [alike] * SERVERS + [{**alike, ARM_ENV: "1000000"}] * unarmed
-    return serving_side_by_side(model, flags, envs, checks)
+    return serving_side_by_side(model, flags, [{"env": env} for env in envs], checks)
 
 
 class _Side:

@@ -50,7 +50,7 @@ from harness.ledger import Key, Ledger
 from harness.outcomes import Outcome, Version
 from harness.progress import note
 from harness.replay import Arm, Figures, Replay, Replayed, Site, goodput, in_turn, on_time, prompts, repeated
-from harness.session import Session, serving, serving_side_by_side
+from harness.session import Session, serving_side_by_side
 from harness.statistics import Bootstrap, Interval, Verdict, at_least, ratio_of_medians, whether
 from harness.workload import fresh_salt
 from retire.core.quantum import Policy
@@ -58,7 +58,7 @@ from retire.settings import POLICY_ENV
 
 RATES, CONCURRENCIES = (0.0, 0.05, 0.2), (4, 8)
 SMALL, LARGE = PROMPT_TOKENS // 8, PROMPT_TOKENS
-WINDOW_S, QUICK_WINDOW_S = 60.0, 12.0
+WINDOW_S, QUICK_WINDOW_S = 60.0, 8.0
 LEAST_GAP_S = 0.05  # of the paper's, as in its window; closer ones may overtake each other on their way to the server
 ANSWER_TOKENS = 4096  # more than anybody says in a window
 CLEAN_TOKENS, ALTERNATIVES = 16, 5
@@ -166,12 +166,10 @@ class Rates:
 
 @contextmanager
 def _serving(model: str, checks: dict[str, bool]) -> Iterator[dict[str, Session]]:
-    envs = [{POLICY_ENV: Policy.SELECTIVE}, {POLICY_ENV: Policy.RATE}]
-    with (
-        serving(model, server_flags(SMALL), checks, envs[0]) as small,
-        serving_side_by_side(model, server_flags(LARGE), envs, checks) as [(_, large), (_, rate)],
-    ):
-        yield {"small": small, "large": large, "rate": rate}
+    made = {"small": (SMALL, Policy.SELECTIVE), "large": (LARGE, Policy.SELECTIVE), "rate": (LARGE, Policy.RATE)}
+    kinds = [{"flags": server_flags(quantum), "env": {POLICY_ENV: policy}} for quantum, policy in made.values()]
+    with serving_side_by_side(model, (), kinds, checks) as found:
+        yield {name: session for name, (_, session) in zip(made, found, strict=True)}
 
 
 class _Bench:

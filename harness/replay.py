@@ -37,7 +37,7 @@ from harness.client import TIMEOUT_S, Reply, Streaming, http, probe_ms
 from harness.outcomes import NEVER, Account, Outcome, Version, fates, let_go, tokens, unpublished_tokens
 from harness.progress import note
 from harness.statistics import percentile
-from harness.workload import bearer, completion, fresh_salt, fresh_scope, passage, record_of
+from harness.workload import PATIENCE_S, bearer, completion, fresh_salt, fresh_scope, passage, record_of
 
 NAP_S = 0.002
 ON_TIME_S = 0.25
@@ -266,11 +266,14 @@ class Replay:
         )
 
     def _records(self, versions: Mapping[int, Sequence[Version]]) -> dict[str, Mapping[str, Any]]:
+        """Those that close within `PATIENCE_S`, which is for all of them together."""
         found: dict[str, Mapping[str, Any]] = {}
+        deadline = time.monotonic() + PATIENCE_S
         for version in (version for of_scope in versions.values() for version in of_scope):
             if version.transition is not None:
+                left_s = deadline - time.monotonic()
                 with contextlib.suppress(TimeoutError, httpx.HTTPError):  # missing, and a check says so
-                    found[version.transition] = record_of(self._site.url, version.transition, self._site.key)
+                    found[version.transition] = record_of(self._site.url, version.transition, self._site.key, left_s)
         return found
 
 

@@ -124,7 +124,7 @@ def serving(
     key: str | None = None,
 ) -> Iterator[Session]:
     """A patched server with `FLAGS` and these; checked for what is left in it at the end."""
-    with serving_side_by_side(model, flags, [env or {}], checks, key) as [(_, session)]:
+    with serving_side_by_side(model, flags, [{"env": env or {}}], checks, key) as [(_, session)]:
         yield session
 
 
@@ -132,12 +132,12 @@ def serving(
 def serving_side_by_side(
     model: str,
     flags: Sequence[str],
-    envs: Sequence[Mapping[str, str]],
+    kinds: Sequence[Mapping[str, Any]],
     checks: dict[str, bool],
     key: str | None = None,
 ) -> Iterator[list[tuple[Server, Session]]]:
-    """One such server for each environment."""
-    with started(model, flags, [{"env": env} for env in envs]) as servers:
+    """One such server for each of `kinds`, as in `started`."""
+    with started(model, flags, kinds) as servers:
         sessions = [Session(server.url, model, key, checks) for server in servers]
         with left_as_found(sessions):
             yield list(zip(servers, sessions, strict=True))
@@ -145,9 +145,12 @@ def serving_side_by_side(
 
 @contextmanager
 def started(model: str, flags: Sequence[str], kinds: Sequence[Mapping[str, Any]]) -> Iterator[list[Server]]:
-    """Servers with `FLAGS` and these, started side by side; one for each of `kinds`: what else `Server` is told."""
+    """Servers with `FLAGS` and these, started side by side; one for each of `kinds`.
+
+    `kinds`: what else `Server` is told; its `flags` are added to those that all have.
+    """
     command = (*FLAGS, "--served-model-name", model, *flags)
-    servers = [Server(models.resolve(model), command, **kind) for kind in kinds]
+    servers = [Server(models.resolve(model), **{**kind, "flags": (*command, *kind.get("flags", ()))}) for kind in kinds]
     note(f"starting {'a server' if len(servers) == 1 else f'{len(servers)} servers'} with {model} ...")
     try:
         start_side_by_side(servers)

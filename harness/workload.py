@@ -83,9 +83,14 @@ def prefill_s(url: str, model: str, ids: list[int], salt: str | None = None) -> 
     return time.monotonic() - started
 
 
-def record_of(url: str, location: str, key: str | None = None) -> dict[str, Any]:
-    """The transition's record once it is closed.  Raises TimeoutError."""
-    deadline = time.monotonic() + PATIENCE_S
+def record_of(url: str, location: str, key: str | None = None, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+    """The transition's record once it is closed.
+
+    Raises:
+        TimeoutError: it was not, so many seconds later.  It is asked for once at least.
+        httpx.HTTPError: no answer, or no record.
+    """
+    deadline = time.monotonic() + patience_s
     while True:
         record: dict[str, Any] = (
             http.get(url + location, headers=bearer(key), timeout=TIMEOUT_S).raise_for_status().json()

@@ -20,7 +20,7 @@ class StandIn(ThreadingHTTPServer):
     number.  `slow`: seconds before the response of that version of a scope starts, by number; who is superseded by then
     gets 410.  `breaks`: prompt lengths whose answer is broken off.  `fence_ms`: what records say.  `key`: without which
     nobody is answered.  `length`: tokens of prompt and answer that it takes, if it tells.
-    `leaks`: tokens that every superseded version still says.
+    `leaks`: tokens that every superseded version still says.  `closes`: whether transitions ever do.
     """
 
     daemon_threads = True
@@ -37,11 +37,13 @@ class StandIn(ThreadingHTTPServer):
         key=None,
         length=None,
         leaks=0,
+        closes=True,
     ):
         super().__init__(("127.0.0.1", 0), Answers)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.versioned, self.refuse, self.slow, self.breaks = versioned, refuse or {}, slow or {}, breaks
         self.fence_ms, self.interval_ms, self.key, self.length = fence_ms, interval_ms, key, length
+        self.closes, self.records_asked_at = closes, []
         self.leaks, self.spoken, self.published = leaks, Counter(), {}
         self.changed = Condition()
         self.epochs, self.asked, self.hung_up, self.quanta = {}, [], 0, {}
@@ -49,6 +51,11 @@ class StandIn(ThreadingHTTPServer):
     def start(self):
         Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
         return self
+
+    @property
+    def waited_s(self):
+        """Between the first and the last question about a transition."""
+        return self.records_asked_at[-1] - self.records_asked_at[0]
 
     def advance(self, scope):
         with self.changed:
@@ -78,7 +85,8 @@ class Answers(BaseHTTPRequestHandler):
             stages = {"advance": 0.0, "fence": self.server.fence_ms}
             published = self.server.published[self.path]
             told = {"advance_ms": 0.1, "stages": stages, "receipts": [receipt], "published": published}
-            self.say({"closed": True, **told})
+            self.server.records_asked_at.append(time.monotonic())
+            self.say({"closed": self.server.closes, **told})
         else:
             self.say({}, 404)
 

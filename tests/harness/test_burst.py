@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,7 @@ from harness.report.paper import BURST
 from harness.session import Session
 from harness.statistics import Verdict
 from retire.core.errors import RetireError
+from retire.settings import POLICY_ENV
 from tests.harness.stand_in_server import StandIn
 from traces import generate
 
@@ -201,6 +204,49 @@ def test_ratios_to_a_prefill_are_the_papers_whatever_the_machine(prefill):
     assert tight.limit_s == scaled(prefill, 1.0).limit_s
     assert len(tight.plan.finals) == 9
     assert {one.prompt_tokens for one in tight.plan.versions} == {PROMPT_TOKENS}
+
+
+def quick_scales(told=(), prefill=0.405):
+    return Burst(trace=Path("rows.jsonl")).planned(prefill, told, quick=True)
+
+
+def test_a_quick_run_leaves_time_for_its_servers_and_no_recorded_row_takes_any(capsys):
+    ((scale, trials),) = quick_scales(generate.sessions(5, scopes=40, span_s=3600)).items()
+    arms = [arm for quantum in used(quick=True) for arm in arms_of(quantum, quick=True)]
+    spoken_s = scale.plan.versions[0].answer_tokens * 0.405 / 12  # a step of one token is much shorter than a prefill
+    assert trials * len(arms) * (scale.plan.last_s + spoken_s) < 120
+    assert "not in a quick run" in capsys.readouterr().err
+    assert len(Burst().planned(0.4, generate.sessions(5, scopes=40, span_s=3600), quick=False)) == 4
+
+
+def test_a_quick_runs_answers_are_shorter_by_less_than_its_window_and_its_last_ones_outlast_it():
+    (quick,) = quick_scales()
+    full = scaled(0.405, 1.0)
+    tokens, in_full = (scale.plan.versions[0].answer_tokens for scale in (quick, full))
+    assert tokens / quick.window_s > in_full / full.window_s
+    at_last = [one.start_s for one in quick.plan.versions if one.start_s >= quick.plan.bursts_s[-1]]
+    assert tokens * 0.405 / 40 > quick.window_s - min(at_last)  # were a step of one token as short as that
+
+
+def test_the_paper_scale_has_its_trials_and_the_others_theirs():
+    planned = Burst(trials=5, squeezed_trials=2).planned(0.4, [], quick=False)
+    assert [(scale.squeeze, trials) for scale, trials in planned.items()] == [(1.0, 5), (2.0, 2), (4.0, 2)]
+
+
+def test_every_quantum_has_a_server_and_all_start_at_once(monkeypatch):
+    asked = []
+
+    @contextmanager
+    def side_by_side(_model, _flags, kinds, _checks):
+        asked.append(kinds)
+        yield [(None, number) for number in range(len(kinds))]
+
+    monkeypatch.setattr(burst, "serving_side_by_side", side_by_side)
+    with burst._serving("m", QUANTA, {}) as found:
+        assert found == {QUANTA[0]: 0, QUANTA[1]: 1, QUANTA[2]: 2}
+    (kinds,) = asked
+    assert [kind["flags"][1] for kind in kinds] == [str(quantum) for quantum in QUANTA]
+    assert [kind["env"][POLICY_ENV] for kind in kinds] == ["selective", "always", "selective"]
 
 
 def test_recorded_transitions_keep_their_shares_and_last_as_long_as_they_may():

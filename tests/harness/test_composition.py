@@ -67,7 +67,7 @@ def test_reductions_are_medians_of_paired_changes():
 
 def test_every_server_has_the_default_policy_and_one_stops_no_step(monkeypatch: pytest.MonkeyPatch):
     """Under an exported `always` the one that is not armed would be."""
-    monkeypatch.setattr(composition, "serving_side_by_side", lambda _model, _flags, envs, _checks: envs)
+    monkeypatch.setattr(composition, "serving_side_by_side", lambda *asked: [kind["env"] for kind in asked[2]])
     *armed, unarmed = composition._serving("m", FULL, {}, unarmed=True)
     assert [one["RETIRE_POLICY"] for one in (*armed, unarmed)] == ["selective"] * (composition.SERVERS + 1)
     assert [one.get("RETIRE_ARM_MS") for one in armed] == [None] * composition.SERVERS

@@ -292,10 +292,13 @@ def the_burst(patch):
         return SimpleNamespace(figures=lambda: figures)
 
     @contextmanager
-    def serving(_model, quantum, checks):
-        with served(None, (), checks) as found:
-            found.seal = {"quantum": str(quantum)}
-            yield found
+    def serving(_model, quanta, checks):
+        found = {quantum: session(checks) for quantum in quanta}
+        for quantum, one in found.items():
+            one.seal = {"quantum": str(quantum)}
+        yield found
+        for one in found.values():
+            one.check("nothing_left", True)
 
     patch.setattr(burst, "_serving", serving)
     patch.setattr(burst, "passage", lambda *_: [0])

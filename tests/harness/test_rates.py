@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from harness.report.paper import RATES
 from harness.report.results import Run
 from harness.session import Session
 from harness.statistics import Verdict
+from retire.settings import POLICY_ENV
 from tests.harness.stand_in_server import StandIn
 
 
@@ -71,7 +73,11 @@ def test_a_rate_is_as_many_revisions_a_prefill_on_any_machine(point, prefill):
     assert plan.last_s <= window_s
 
 
-@given(seed=st.integers(0, 999), point=st.sampled_from(POINTS), window_s=st.sampled_from([12.0, 60.0]))
+@given(
+    seed=st.integers(0, 999),
+    point=st.sampled_from(POINTS),
+    window_s=st.sampled_from([rates.QUICK_WINDOW_S, rates.WINDOW_S]),
+)
 def test_versions_follow_each_other_within_the_window_and_share_nothing(seed, point, window_s):
     plan = point.plan(window_s, 0.5, seed)
     assert plan == point.plan(window_s, 0.5, seed), "the same for every policy"
@@ -85,6 +91,27 @@ def test_versions_follow_each_other_within_the_window_and_share_nothing(seed, po
         assert all(one.in_one_act for one in versions[1:])
         assert {(one.prompt_tokens, one.shared_tokens) for one in versions} == {(PROMPT_TOKENS, 0)}
     assert dict(plan.finals) == {scope: len(versions) for scope, versions in plan.scopes.items()}
+
+
+def test_a_quick_run_leaves_time_for_its_servers():
+    runs = len(rates.QUICK_POINTS) * len(ARMS)
+    assert runs * rates.QUICK_WINDOW_S * 0.45 / PAPER_PREFILL_S < 100
+    assert all(rates.QUICK_POINTS[-1].plan(rates.QUICK_WINDOW_S, 0.45, 1).finals)
+
+
+def test_three_servers_start_at_once(monkeypatch):
+    asked = []
+
+    @contextmanager
+    def side_by_side(_model, _flags, kinds, _checks):
+        asked.append(kinds)
+        yield [(None, number) for number in range(len(kinds))]
+
+    monkeypatch.setattr(rates, "serving_side_by_side", side_by_side)
+    with rates._serving("m", {}) as found:
+        assert found == {"small": 0, "large": 1, "rate": 2}
+    told = [(int(kind["flags"][1]), str(kind["env"][POLICY_ENV])) for kind in asked[0]]
+    assert told == [(SMALL, "selective"), (LARGE, "selective"), (LARGE, "rate")]
 
 
 def test_other_trials_have_other_times():

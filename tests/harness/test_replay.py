@@ -209,6 +209,15 @@ def test_a_server_that_nobody_can_reach_fails_every_version(started):
         replay.run(Arm.NATIVE)
 
 
+def test_transitions_that_never_close_are_waited_for_together(started, monkeypatch):
+    monkeypatch.setattr(replay, "PATIENCE_S", 0.5)
+    server = started(closes=False)
+    found = run(server, Arm.RETIRE, planned(*[versions(*[0.02 * n for n in range(6)], scope=s) for s in (1, 2)]))
+    assert found.records == {}
+    assert not found.checks()["every_transition_closed"]
+    assert server.waited_s < 1.5, "not half a second for each of ten"
+
+
 def test_what_is_not_over_at_the_limit_is_cut_and_its_cleanup_is_no_shorter(started):
     endless = planned(versions(0.0, 0.05, answer=100_000))
     found = run(started(), Arm.ABANDON, endless, limit_s=0.2)

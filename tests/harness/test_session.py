@@ -89,6 +89,30 @@ def test_one_false_observation_outweighs_every_true_one(stand_in):
     assert found.checks == {"equal": False}
 
 
+def test_servers_of_a_kind_have_common_flags_and_their_own(monkeypatch):
+    made = []
+
+    class Server:
+        def __init__(self, model, flags, env):
+            made.append((model, flags, env))
+
+        def close(self):
+            made.append("closed")
+
+    monkeypatch.setattr(session, "Server", Server)
+    monkeypatch.setattr(session, "start_side_by_side", lambda servers: made.append(len(servers)))
+    monkeypatch.setattr(session.models, "resolve", lambda name: f"folder of {name}")
+    common = (*session.FLAGS, "--served-model-name", "tiny", "--block-size", "32")
+    with session.started("tiny", ("--block-size", "32"), [{"env": {"A": "1"}}, {"env": {}, "flags": ("--x", "2")}]):
+        pass
+    assert made == [
+        ("folder of tiny", common, {"A": "1"}),
+        ("folder of tiny", (*common, "--x", "2"), {}),
+        2,
+        *["closed"] * 2,
+    ]
+
+
 def test_a_running_server_is_measured_as_it_is_and_must_be_left_as_it_was_found(stand_in, capsys):
     checks = {}
     with measuring(stand_in.url, "tiny", ("--max-num-batched-tokens", "2048"), checks) as found:
