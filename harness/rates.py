@@ -45,11 +45,11 @@ from typing import Any
 from harness.arrivals import Plan, Planned
 from harness.burst import PAPER_PREFILL_S, PROMPT_TOKENS, equal, native_prefill_s, server_flags
 from harness.client import Reply
-from harness.experiment import Cell, Result, Target, columns, figures
+from harness.experiment import Cell, Result, Target, columns, figures, join
 from harness.ledger import Key, Ledger
 from harness.outcomes import Outcome, Version
 from harness.progress import note
-from harness.replay import Arm, Figures, Replay, Replayed, Site, goodput, in_turn, on_time, prompts, repeated
+from harness.replay import WHOLE, Arm, Figures, Replay, Replayed, Site, goodput, in_turn, on_time, prompts, repeated
 from harness.session import Session, serving_side_by_side
 from harness.statistics import Bootstrap, Interval, Verdict, at_least, ratio_of_medians, whether
 from harness.workload import fresh_salt
@@ -234,9 +234,10 @@ class _Bench:
 
 def checks_of(run: Replayed) -> dict[str, bool]:
     """What must be true although every answer is cut at the end of the window: no other one is broken off."""
-    held = {name: holds for name, holds in run.checks().items() if name != "last_versions_are_whole"}
+    held = {name: holds for name, holds in run.checks().items() if name != WHOLE}
     failed = run.account.outcomes()[Outcome.FAILED.value]
-    return held | {"no_version_failed": failed <= min(run.cut, len(run.versions))}
+    join(held, {"no_version_failed": failed <= min(run.cut, len(run.versions))})
+    return held
 
 
 def begin_as(lasts: Mapping[int, Version], clean: Mapping[int, Reply]) -> bool:

@@ -34,6 +34,7 @@ import httpx
 
 from harness.arrivals import Agenda, Arrival, GiveUp, Plan, Planned, Start, T, agenda
 from harness.client import TIMEOUT_S, Reply, Streaming, http, probe_ms
+from harness.experiment import join
 from harness.outcomes import NEVER, Account, Outcome, Version, fates, let_go, tokens, unpublished_tokens
 from harness.progress import note
 from harness.statistics import percentile
@@ -43,6 +44,8 @@ NAP_S = 0.002
 ON_TIME_S = 0.25
 REPEATS = 3
 """How often a run is repeated whose acts were late."""
+WHOLE = "last_versions_are_whole"
+"""The one check that a run whose acts were late may fail by that alone."""
 Key = tuple[int, int]
 """Scope and number of a version."""
 Figures = Mapping[str, Any]
@@ -124,7 +127,8 @@ class Replayed:
 
     `versions`: per scope, in order.  `records`: by where they are; one that did not close is missing.
     `late_s`: by how much the latest act was late, inf if somebody has ended before his last one.  `cut`: how many
-    answers were not over at the limit.  `repeats`: how many runs were dropped for this one.
+    answers were not over at the limit.  `repeats`: how many runs were dropped for this one.  `before`: whether
+    what must be true of any run was true of those.
     """
 
     arm: Arm
@@ -137,6 +141,7 @@ class Replayed:
     late_s: float = 0.0
     cut: int = 0
     repeats: int = 0
+    before: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def late(self) -> bool:
@@ -189,7 +194,8 @@ class Replayed:
             found["epochs_follow_versions"] = all(map(_ascending, self.versions.values()))
             beyond = [unpublished_tokens(versions, self.records) for versions in self.versions.values()]
             found["nothing_beyond_what_was_published"] = not any(beyond)
-            found["last_versions_are_whole"] = all(versions[-1].whole for versions in self.versions.values())
+            found[WHOLE] = all(versions[-1].whole for versions in self.versions.values())
+        join(found, self.before)
         return found
 
 
@@ -280,14 +286,15 @@ class Replay:
 def on_time(once: Callable[[], Replayed]) -> Replayed:
     """The first run whose acts were on time, or the last one that `REPEATS` allows.  `once`: makes a run.
 
-    The others leave nothing but their number; checks are for the run that is given.
+    The others leave their number, and their checks: a server must be right whenever it is asked.
     """
     run = once()
     for repeats in range(1, REPEATS + 1):
         if not run.late:
             break
         note(f"  {run.arm}: an act was {run.late_s:.2f} s late; repeated, {repeats} of {REPEATS} times at most")
-        run = replace(once(), repeats=repeats)
+        before = {name: holds for name, holds in run.checks().items() if name not in ("acts_on_time", WHOLE)}
+        run = replace(once(), repeats=repeats, before=before)
     return run
 
 

@@ -115,6 +115,18 @@ def test_a_run_with_a_late_act_is_repeated_and_only_the_kept_one_is_checked():
         assert kept.checks()["acts_on_time"] is (kept_s < replay.ON_TIME_S)
 
 
+def test_a_dropped_run_in_which_the_server_was_wrong_fails_the_one_that_is_kept():
+    class Wrong(replay.Replayed):
+        def checks(self):
+            return super().checks() | {"every_transition_closed": False, replay.WHOLE: False}
+
+    made = iter(
+        [kind(Arm.NATIVE, TWO, 0.0, 1.0, {}, late_s=late_s) for kind, late_s in ((Wrong, 3.0), (replay.Replayed, 0.0))]
+    )
+    held = replay.on_time(lambda: next(made)).checks()
+    assert [name for name, holds in held.items() if not holds] == ["every_transition_closed"]
+
+
 @pytest.mark.parametrize("arm", Arm)
 def test_last_versions_answer_in_full_and_all_others_are_superseded(started, arm):
     found = run(started(), arm, TWO)
