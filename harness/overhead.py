@@ -90,7 +90,7 @@ class Overhead:
     quick_pairs: Mapping[str, int] = field(
         default_factory=lambda: {"decode": 16, "prefill_1k": 4, "prefill_4k": 2, "mixed": 2}
     )
-    advances: int = 300
+    advances: int = 1200
     quick_advances: int = 100
     fences: int = 3
     name: str = field(default="overhead", init=False)
