@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -21,9 +22,15 @@ from harness.report.figures.rates import goodput, selector
 from harness.report.paper import RATES
 from harness.report.results import Run
 from harness.session import Session
-from harness.statistics import Verdict
+from harness.statistics import Bootstrap, Verdict
 from retire.settings import POLICY_ENV
 from tests.harness.stand_in_server import StandIn
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch):
+    """Thirty cells a test: enough to tell made-up differences from none."""
+    monkeypatch.setattr(rates, "Bootstrap", partial(Bootstrap, resamples=500))
 
 
 def run_of(tokens_per_s, obsolete=0, quantum=None):
