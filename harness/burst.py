@@ -261,17 +261,7 @@ class _Bench:
         if arm is not Arm.ABANDON:  # what runs on there may be cut at the limit
             for name, holds in run.checks().items():
                 session.check(name, holds)
-        lasts = {scope: versions[-1] for scope, versions in run.versions.items()}
-        if not clean:
-            asked = {
-                scope: session.stream(
-                    texts[scope, last.planned.number], last.planned.answer_tokens, fresh_salt(), None, ALTERNATIVES
-                )
-                for scope, last in lasts.items()
-            }
-            clean.update({scope: stream.wait() for scope, stream in asked.items()})
-        if arm is Arm.RETIRE:
-            session.check("successors_equal_clean_runs", equal(lasts, clean))
+        check_answers(session, run, texts, clean, "successors_equal_clean_runs")
         return run
 
 
@@ -284,6 +274,36 @@ def arms_of(quantum: int, *, quick: bool) -> list[str]:
         return [f"native_{quantum}", f"always_{quantum}"]
     abandoned = [] if quick or quantum != QUANTA[0] else [f"abandon_{quantum}"]
     return [f"native_{quantum}", f"selective_{quantum}", *abandoned]
+
+
+def check_answers(
+    session: Session,
+    run: Replayed,
+    texts: Mapping[tuple[int, int], list[int]],
+    clean: dict[int, Reply],
+    claim: str,
+    tokens: int | None = None,
+) -> None:
+    """Check that under RETIRE every scope's last version says what a clean run of its prompt says.
+
+    `texts`: by scope and number of a version.  `clean`: the trial's clean runs by scope; the first arm makes them.
+    `tokens`: a clean run is so long, and is compared as far as it goes; None: as long as the answer, whole.
+    """
+    lasts = {scope: versions[-1] for scope, versions in run.versions.items()}
+    if not clean:
+        asked = {
+            scope: session.stream(
+                texts[scope, last.planned.number],
+                last.planned.answer_tokens if tokens is None else tokens,
+                fresh_salt(),
+                None,
+                ALTERNATIVES,
+            )
+            for scope, last in lasts.items()
+        }
+        clean.update({scope: stream.wait() for scope, stream in asked.items()})
+    if run.arm is Arm.RETIRE:
+        session.check(claim, equal(lasts, clean, whole=tokens is None))
 
 
 def equal(lasts: Mapping[int, Version], clean: Mapping[int, Reply], *, whole: bool = True) -> bool:
@@ -332,7 +352,7 @@ def result(
     scale = scales[0]
     runs = found[scale.name]
     first = told[f"by_scale.{scale.name}"]
-    pairs = _pairs(runs, first["best_retire"], first["best_native"])
+    pairs = goodput_pairs(runs, first["best_retire"], first["best_native"])
     ratio = Bootstrap(ratio_of_medians, pairs) if pairs else None
     versioned = [run for of_scale in found.values() for run in _runs(of_scale, Arm.RETIRE)]
     keys = ("native_obsolete_tokens", "retire_final", "native_final", "final_total", "cleanup_p99_intervals")
@@ -367,7 +387,10 @@ def result(
     return Result(cells, {**head, **told}, dict(checks), targets, bench.model, seal)
 
 
-def _pairs(runs: Mapping[str, Sequence[Figures]], above: str | None, below: str | None) -> list[tuple[float, float]]:
+def goodput_pairs(
+    runs: Mapping[str, Sequence[Figures]], above: str | None, below: str | None
+) -> list[tuple[float, float]]:
+    """Of two arms, by trial; none where an arm has not run, or the lower gave nothing once."""
     if above is None or below is None:
         return []
     both = zip(runs[above], runs[below], strict=True)
@@ -376,7 +399,7 @@ def _pairs(runs: Mapping[str, Sequence[Figures]], above: str | None, below: str 
 
 
 def _ratio(runs: Mapping[str, Sequence[Figures]], above: str | None, below: str | None) -> float | None:
-    pairs = _pairs(runs, above, below)
+    pairs = goodput_pairs(runs, above, below)
     return ratio_of_medians(pairs) if pairs else None
 
 

@@ -58,8 +58,7 @@ def set_aside(generations: int) -> None:
 
 def _high(channel: socket.socket) -> socket.socket:
     """The same one under a number that no other process has in use for something that it may hand over."""
-    with channel:
-        return socket.socket(fileno=fcntl.fcntl(channel, fcntl.F_DUPFD_CLOEXEC, HIGH))
+    return socket.socket(fileno=_moved(channel.detach()))
 
 
 def _become_what_is_spawned(channel: socket.socket) -> None:

@@ -43,16 +43,23 @@ from functools import partial
 from typing import Any
 
 from harness.arrivals import Plan, Planned
-from harness.burst import PAPER_PREFILL_S, PROMPT_TOKENS, equal, native_prefill_s, server_flags
+from harness.burst import (
+    PAPER_PREFILL_S,
+    PROMPT_TOKENS,
+    best,
+    check_answers,
+    goodput_pairs,
+    native_prefill_s,
+    server_flags,
+)
 from harness.client import Reply
 from harness.experiment import Cell, Result, Target, columns, figures, join
 from harness.ledger import Key, Ledger
-from harness.outcomes import Outcome, Version
+from harness.outcomes import Outcome
 from harness.progress import note
 from harness.replay import WHOLE, Arm, Figures, Replay, Replayed, Site, goodput, in_turn, on_time, prompts, repeated
 from harness.session import Session, serving_side_by_side
 from harness.statistics import Bootstrap, Interval, Verdict, at_least, ratio_of_medians, whether
-from harness.workload import fresh_salt
 from retire.core.quantum import Policy
 from retire.settings import POLICY_ENV
 
@@ -61,7 +68,7 @@ SMALL, LARGE = PROMPT_TOKENS // 8, PROMPT_TOKENS
 WINDOW_S, QUICK_WINDOW_S = 60.0, 8.0
 LEAST_GAP_S = 0.05  # of the paper's, as in its window; closer ones may overtake each other on their way to the server
 ANSWER_TOKENS = 4096  # more than anybody says in a window
-CLEAN_TOKENS, ALTERNATIVES = 16, 5
+CLEAN_TOKENS = 16
 WITHIN_AIM = 0.98
 
 ARMS: Mapping[str, tuple[str, Arm]] = {
@@ -219,15 +226,7 @@ class _Bench:
         chosen = {tokens: steps - before.get(tokens, 0) for tokens, steps in session.quanta().items()}
         for name, holds in checks_of(run).items():
             session.check(name, holds)
-        lasts = {scope: versions[-1] for scope, versions in run.versions.items()}
-        if not clean:
-            asked = {
-                scope: session.stream(texts[scope, last.planned.number], CLEAN_TOKENS, fresh_salt(), None, ALTERNATIVES)
-                for scope, last in lasts.items()
-            }
-            clean.update({scope: stream.wait() for scope, stream in asked.items()})
-        if runtime is Arm.RETIRE:
-            session.check("successors_begin_as_clean_runs", begin_as(lasts, clean))
+        check_answers(session, run, texts, clean, "successors_begin_as_clean_runs", CLEAN_TOKENS)
         told = run.figures()
         return {**{name: told[name] for name in KEPT}, "quantum_tokens": mean_quantum(chosen)}
 
@@ -238,11 +237,6 @@ def checks_of(run: Replayed) -> dict[str, bool]:
     failed = run.account.outcomes()[Outcome.FAILED.value]
     join(held, {"no_version_failed": failed <= min(run.cut, len(run.versions))})
     return held
-
-
-def begin_as(lasts: Mapping[int, Version], clean: Mapping[int, Reply]) -> bool:
-    """Whether every scope's last version says what a clean run says, as far as it came and numerics can tell."""
-    return equal(lasts, clean, whole=False)
 
 
 def mean_quantum(steps: Mapping[int, int]) -> float | None:
@@ -272,11 +266,11 @@ def result(
         runtime: sum(run["obsolete_tokens"] for arm, run in runs if ARMS[arm][1] is runtime)
         for runtime in (Arm.RETIRE, Arm.NATIVE)
     }
-    ratio = None if worst is None else _ratio(found[worst], SELECTOR, told[worst]["best_selective"])
     head: dict[str, Any] = {
         "selector_within_2pct": within,
         "cells": len(found),
-        **figures("worst_selector_ratio", ratio),
+        "worst_selector_ratio": None if worst is None else told[worst]["selector_ratio"],
+        "worst_selector_ratio_ci95": None if worst is None else told[worst]["selector_ratio_ci95"],
         "worst_cell": None if worst is None else worst.name,
         "retire_obsolete_tokens": obsolete[Arm.RETIRE],
         "native_obsolete_tokens": obsolete[Arm.NATIVE],
@@ -326,29 +320,24 @@ def of_point(point: Point, trials: Trials) -> dict[str, Any]:
 
     Ratios are of medians; `selector_over.ARM` is against each other policy.
     """
-    given = {arm: told for arm in ARMS if (told := goodput([trial[arm] for trial in trials])) is not None}
-    best = {
-        kind: max((arm for arm in given if arm.startswith(kind)), key=lambda arm: given[arm], default=None)
-        for kind in ("native", "selective")
-    }
-    quantum = [run["quantum_tokens"] for trial in trials if (run := trial[SELECTOR])["quantum_tokens"]]
-    over = [figures(f"selector_over.{arm}", _ratio(trials, SELECTOR, arm)) for arm in ARMS if arm != SELECTOR]
+    runs = {arm: [trial[arm] for trial in trials] for arm in ARMS}
+    native, selective = best(runs, "native"), best(runs, "selective")
+    quantum = [run["quantum_tokens"] for run in runs[SELECTOR] if run["quantum_tokens"]]
+    over = {arm: _ratio(runs, SELECTOR, arm) for arm in ARMS if arm != SELECTOR}
     return {
         "revisions_per_scope_per_s": point.rate,
         "concurrency": point.scopes,
-        "goodput_tokens_per_s": given,
-        "best_native": best["native"],
-        "best_selective": best["selective"],
-        **figures("selector_ratio", _ratio(trials, SELECTOR, best["selective"])),
-        **figures("goodput_ratio", _ratio(trials, best["selective"], best["native"])),
-        **{key: value for one in over for key, value in one.items()},
+        "goodput_tokens_per_s": {arm: told for arm in ARMS if (told := goodput(runs[arm])) is not None},
+        "best_native": native,
+        "best_selective": selective,
+        **figures("selector_ratio", None if selective is None else over[selective]),
+        **figures("goodput_ratio", _ratio(runs, selective, native)),
+        **{key: value for arm, ratio in over.items() for key, value in figures(f"selector_over.{arm}", ratio).items()},
         "selector_quantum_tokens": sum(quantum) / len(quantum) if quantum else None,
     }
 
 
-def _ratio(trials: Trials, above: str | None, below: str | None) -> Bootstrap | None:
+def _ratio(runs: Mapping[str, Sequence[Figures]], above: str | None, below: str | None) -> Bootstrap | None:
     """Of goodputs, by trial; None where somebody gave nothing."""
-    if above is None or below is None:
-        return None
-    pairs = [(trial[above]["goodput_tokens_per_s"], trial[below]["goodput_tokens_per_s"]) for trial in trials]
-    return Bootstrap(ratio_of_medians, pairs) if pairs and min(min(pair) for pair in pairs) > 0 else None
+    pairs = goodput_pairs(runs, above, below)
+    return Bootstrap(ratio_of_medians, pairs) if pairs and all(ours > 0 for ours, _ in pairs) else None

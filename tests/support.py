@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
 from harness import workload
 from harness.client import Reply, Streaming, http
 from harness.workload import fresh_salt, record_of
 from retire.core.certificate import common_prefix
+from tests.server.wire import epoch_of, eventually
 
 MODEL = "tiny"
 TIMEOUT_S = 300
@@ -73,13 +73,7 @@ def prefill_s(url: str, ids: list[int]) -> float:
 
 def wait_for_scope(url: str, scope: str, epoch: int = 1) -> None:
     """Until the scope is at this epoch: on a machine that stands still, what was sent long ago may not have arrived."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        answer = http.get(f"{url}/scopes/{quote(scope, safe='')}")
-        if answer.status_code == 200 and answer.json()["epoch"] >= epoch:
-            return
-        assert time.monotonic() < deadline, f"{scope} never came to epoch {epoch}: {answer.text}"
-        time.sleep(0.005)
+    eventually(lambda: (epoch_of(url, scope) or 0) >= epoch, f"{scope} is at epoch {epoch}")
 
 
 def stated_chars(record: dict[str, Any]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from math import lcm
 from typing import Any
@@ -190,20 +190,13 @@ class VersionedScheduler:
         finally:
             config.long_prefill_token_threshold = kept
 
-    @contextmanager
-    def _quantum(self) -> Iterator[None]:
+    def _quantum(self) -> AbstractContextManager[None]:
         """The prefill quantum that the policy chooses.  A request that runs alone has the chunks of a clean run."""
+        if self._selector is None or self._turn:
+            return nullcontext()
         scheduler: Any = self
-        selector, largest = self._selector, scheduler.max_num_scheduled_tokens
-        if selector is None or self._turn:
-            yield
-            return
-        quantum = selector.choose(self._rates.largest_ns / 1e9)
-        if quantum >= largest:
-            yield
-            return
-        with cut_to(quantum, scheduler):
-            yield
+        quantum = self._selector.choose(self._rates.largest_ns / 1e9)
+        return cut_to(quantum, scheduler) if quantum < scheduler.max_num_scheduled_tokens else nullcontext()
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Receipts first: publish what was written, finish what lost authority before upstream reads its tokens."""

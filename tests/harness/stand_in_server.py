@@ -7,10 +7,24 @@ import select
 import socket
 import time
 from collections import Counter
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Condition, Thread
 
 TICK_S = 0.004
+
+
+def never_started(monkeypatch, bench):
+    """The bench's servers are numbers instead; gives what the kinds of each start will have been."""
+    asked = []
+
+    @contextmanager
+    def side_by_side(_model, _flags, kinds, _checks):
+        asked.append(kinds)
+        yield [(None, number) for number in range(len(kinds))]
+
+    monkeypatch.setattr(bench, "serving_side_by_side", side_by_side)
+    return asked
 
 
 class StandIn(ThreadingHTTPServer):
@@ -51,6 +65,10 @@ class StandIn(ThreadingHTTPServer):
     def start(self):
         Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
         return self
+
+    def close(self):
+        self.shutdown()
+        self.server_close()
 
     @property
     def waited_s(self):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ from harness.session import Session
 from harness.statistics import Verdict
 from retire.core.errors import RetireError
 from retire.settings import POLICY_ENV
-from tests.harness.stand_in_server import StandIn
+from tests.harness.stand_in_server import StandIn, never_started
 from traces import generate
 
 ANSWER = 60
@@ -51,8 +50,7 @@ def measured():
     found = {"squeeze_1": one.runs(short(), 1, quick=False)}
     yield SimpleNamespace(found=found, checks=ledger.checks, seal=one.seal, prefill=one.prefill_s())
     for server in servers:
-        server.shutdown()
-        server.server_close()
+        server.close()
 
 
 def told(measured, found=None, scales=None):
@@ -138,8 +136,7 @@ def test_a_run_with_a_late_act_is_repeated_and_the_summary_says_how_often(measur
     assert told(measured).summary["runs_repeated"] == 0
     repeated = {**runs, "always_256": [runs["always_256"][0] | {"repeats": run.figures()["repeats"]}]}
     assert told(measured, {"squeeze_1": repeated}).summary["runs_repeated"] == 1
-    server.shutdown()
-    server.server_close()
+    server.close()
 
 
 def test_a_quantum_that_gives_more_is_the_baseline_and_what_runs_on_never_is(measured):
@@ -234,14 +231,7 @@ def test_the_paper_scale_has_its_trials_and_the_others_theirs():
 
 
 def test_every_quantum_has_a_server_and_all_start_at_once(monkeypatch):
-    asked = []
-
-    @contextmanager
-    def side_by_side(_model, _flags, kinds, _checks):
-        asked.append(kinds)
-        yield [(None, number) for number in range(len(kinds))]
-
-    monkeypatch.setattr(burst, "serving_side_by_side", side_by_side)
+    asked = never_started(monkeypatch, burst)
     with burst._serving("m", QUANTA, {}) as found:
         assert found == {QUANTA[0]: 0, QUANTA[1]: 1, QUANTA[2]: 2}
     (kinds,) = asked

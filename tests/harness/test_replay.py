@@ -32,8 +32,7 @@ def started():
 
     yield start
     for server in servers:
-        server.shutdown()
-        server.server_close()
+        server.close()
 
 
 def versions(*starts_s, scope=1, ahead_s=0.0, answer=ANSWER, tokens=40, shared=0):
