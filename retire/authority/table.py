@@ -34,7 +34,8 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from retire.core.errors import EpochConflict, EpochRevoked, InvariantViolation, OverLimit, SeamError
@@ -80,6 +81,24 @@ class ScopeWords(NamedTuple):
     key: int
     epoch: int
     flags: int
+
+
+class Watch:
+    """Words that decide about some tickets, and how they were at the last look."""
+
+    def __init__(self, words: memoryview[int], at: tuple[int, ...]) -> None:
+        self._words = words
+        self._at = at
+        self._seen: list[int] | None = None
+
+    def changed(self) -> bool:
+        """Whether one of them is not as it was; at the first look, always.  One load per word."""
+        words = self._words
+        seen = [words[index] for index in self._at]
+        if seen == self._seen:
+            return False
+        self._seen = seen
+        return True
 
 
 class _WritersLock:
@@ -264,6 +283,11 @@ class AuthorityTable:
             return 0
         limit_tokens = _LIMIT_MASK - (word & _LIMIT_MASK)
         return UNLIMITED if limit_tokens == _LIMIT_MASK else limit_tokens
+
+    def watch(self, tickets: Iterable[Ticket]) -> Watch:
+        """To ask again and again whether anything has become of these tickets."""
+        rows = [(_HEADER_WORDS + (ticket.slot << 3), self._row0 + (ticket.row << 3)) for ticket in tickets]
+        return Watch(self._words, tuple(chain.from_iterable(rows)))
 
     def epoch(self, slot: int) -> int:
         """The public epoch.  Two loads: while the scope is being cancelled it may read one ahead; lock to be exact."""

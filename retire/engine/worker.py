@@ -25,7 +25,7 @@ from retire.engine.ahead import RunAhead, run_ahead
 from retire.engine.plan import Cut, Phase, PlannedRows, Receipt, StepPlan
 from retire.settings import Settings
 
-FINE_NS = 5_000_000  # a layer that takes longer is asked inside, too
+FINE_NS = 25_000_000  # from one safe point to the next, half a layer: longer ones are asked inside, too
 
 
 class StepFenced(BaseException):
@@ -82,6 +82,8 @@ class StepGuard:
         self._running = list(self._ends)  # the same, as the running pass was told
         self._before: tuple[list[int], int] = list(self._ends), 0  # ends and cuts when the running pass began
         self._wanted = list(self._ends)  # the last that was decided upon
+        self._watch = self._table.watch(one.ticket for one in rows)
+        self._news = True  # something of the table may not have been decided upon
         self._missed: list[int | None] = [None] * len(rows)  # before which layer a revoked one had no limit yet
         self._over = False  # whether nobody is current in a step that can only stop as a whole
         self._guesses = False  # whether the running pass is over guessed tokens
@@ -132,6 +134,7 @@ class StepGuard:
         self._running = [rows.end for rows in self._plan.rows] if self._plan and running else self._ends.copy()
         self._before = self._ends.copy(), len(self._cuts)
         self._wanted, self._over = self._ends.copy(), False
+        self._news = True
         self._begin_pass()
 
     def _begin_pass(self) -> None:
@@ -148,12 +151,14 @@ class StepGuard:
         """Before decoder layer number `layer` of the running pass: decide, and cut or raise StepFenced."""
         self._layer = self._first + layer
         self._pass_point()
-        self._miss()
-        self._decide(self._wanted_now())
+        if self._looks():
+            self._decide_before_layer()
 
     def safe_point(self) -> None:
         """Inside a layer: raise StepFenced when no row of the step is of any use."""
         self._pass_point(layer=False)
+        if not self._looks():
+            return
         if self._guesses:
             self._drop_guesses()
             return
@@ -168,13 +173,14 @@ class StepGuard:
             return
         before, self._attention = self._attention, name
         self._pass_point(layer=name != before)
+        if before not in ("", name) and not self._guesses:
+            self._layer = min(self._layer + 1, self._layers - 1)
+        if not self._looks():
+            return
         if self._guesses:
             self._drop_guesses()
             return
-        if before not in ("", name):
-            self._layer = min(self._layer + 1, self._layers - 1)
-        self._miss()
-        self._decide(self._wanted_now())
+        self._decide_before_layer()
 
     def arm_guesses(self) -> None:
         """A pass over guessed tokens begins: now and until it ends, raise StepFenced when none of them is of any use.
@@ -184,6 +190,7 @@ class StepGuard:
         self._live(armed=True)
         self._guesses = True
         self._pass, self._attention = None, ""
+        self._news = True
         self._begin_pass()
         self.safe_point()
 
@@ -220,12 +227,25 @@ class StepGuard:
         assert self._plan is not None, "a safe point of a step without a plan"
         return self._plan
 
-    def _miss(self) -> None:
-        """Before a layer: note which revoked requests nobody has set a limit for."""
+    def _looks(self) -> bool:
+        """Whether there is anything to decide: most safe points find the table as the one before left it."""
+        self._news |= self._watch.changed()
+        return self._news
+
+    def _decide_before_layer(self) -> None:
+        waits = self._miss()
+        self._decide(self._wanted_now())
+        self._news = waits
+
+    def _miss(self) -> bool:
+        """Before a layer: note which revoked requests nobody has set a limit for.  Whether there is any."""
+        waits = False
         for number, rows in enumerate(self._armed_plan().rows):
             unset = self._table.limit(rows.ticket) is None and not self._table.current(rows.ticket)
+            waits |= unset
             if unset and self._missed[number] is None:
                 self._missed[number] = self._layer
+        return waits
 
     def _wanted_now(self) -> list[int]:
         return [self._wanted_of(number) for number in range(len(self._ends))]

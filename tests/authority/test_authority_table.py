@@ -41,6 +41,29 @@ def test_open_sees_what_create_wrote(path: Path, table: AuthorityTable) -> None:
     other.close()
 
 
+def test_a_watch_sees_what_becomes_of_its_tickets_and_of_no_others(path: Path, table: AuthorityTable) -> None:
+    mine, other = table.insert(0, 5, 1), table.insert(0, 6, 1)
+    ticket, foreign = table.issue(mine, table.raw(mine)), table.issue(other, table.raw(other))
+    reader = AuthorityTable.open(path)
+    watch, nobody = reader.watch([ticket]), reader.watch([])
+    assert watch.changed(), "the first look is news"
+    assert not watch.changed()
+    table.lower(foreign, 1)
+    table.advance(other, 6, table.raw(other), 1)
+    assert not watch.changed()
+    for change in (
+        lambda: table.lower(ticket, 7),
+        lambda: table.advance(mine, 5, table.raw(mine), 2),
+        lambda: table.release(ticket),
+    ):
+        change()
+        assert watch.changed()
+        assert not watch.changed()
+    assert nobody.changed()
+    assert not nobody.changed()
+    reader.close()
+
+
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "magic", "version"])
 @pytest.mark.usefixtures("table")
 def test_open_refuses_what_is_no_table(path: Path, damage: str) -> None:

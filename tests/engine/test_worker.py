@@ -122,6 +122,27 @@ def test_the_useful_rows_go_on(
         assert (cut.choice, cut.layer, cut.end) == (Choice.STOP if useful == START else Choice.TRIM, layer, useful)
 
 
+def test_a_table_that_has_not_changed_is_read_at_the_first_layer_alone(table: AuthorityTable, monkeypatch) -> None:
+    read, limit = [], table.limit
+    monkeypatch.setattr(table, "limit", lambda ticket: (read.append(ticket), limit(ticket))[1])
+    first, second = Scope(table), Scope(table, KEY + 1)
+    gone, staying = first.ticket(), second.ticket()
+    guard, made = running(table, plan(rows(gone), rows(staying)))
+    guard.layer_point(0)
+    read.clear()
+    for layer in range(1, LAYERS - 1):
+        guard.safe_point()
+        guard.layer_point(layer)
+    assert not read
+    table.lower(gone, START + UNIT)
+    first.advance()
+    guard.safe_point()
+    assert read, "what has become of a ticket is looked at"
+    assert not made.kept, "rows are cut out between layers only"
+    guard.layer_point(LAYERS - 1)
+    assert made.kept == [{RequestId(f"r{gone.row}"): UNIT}]
+
+
 @pytest.mark.parametrize("end", ["released", "released and issued again", "cancelled", "cancelled and revived"])
 @pytest.mark.parametrize("cuttable", [True, False])
 def test_rows_of_a_ticket_that_is_over_are_obsolete(table: AuthorityTable, end: str, cuttable: bool) -> None:
