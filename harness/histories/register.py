@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from harness.histories.history import Answer, Kind, Mark, Operation, What
+from harness.histories.history import Answer, Call, Kind, Mark, Operation, What
 
 
 class Status(IntEnum):
@@ -200,16 +200,30 @@ class MayAdvance:
     asked: int | None
 
     def moves(self, state: State) -> tuple[State, ...]:
-        """Advance the scope; make it first, with or without getting further."""
+        """Advance the scope, and make it first."""
         if state.status is UNKNOWN:
-            first = state.epoch + 1
-            return (State(first + 1, LIVE), State(first, LIVE)) if self.asked == first else ()
+            return (State(state.epoch + 2, LIVE),) if self.asked == state.epoch + 1 else ()
         fits = state.status is LIVE and self.asked in (None, state.epoch)
         return (State(state.epoch + 1, LIVE),) if fits else ()
 
     def over(self, state: State) -> bool:
         """Once the scope has gone further."""
         return self.asked is not None and state.epoch > self.asked
+
+
+@dataclass(frozen=True)
+class MayMake:
+    """The first half of a supersede whose answer is not known: its server may have died before the second."""
+
+    asked: int
+
+    def moves(self, state: State) -> tuple[State, ...]:
+        """Make the scope."""
+        return (State(self.asked, LIVE),) if state == (self.asked - 1, UNKNOWN) else ()
+
+    def over(self, state: State) -> bool:
+        """Once the scope is known; unless it is forgotten."""
+        return state.status is not UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -308,10 +322,16 @@ def _may(operation: Operation, *, torn: bool = False) -> Iterable[Step]:
             yield Step(call.id, MayAdmit(call.asked, torn), call.at)
         case Kind.SUPERSEDE:
             yield Step(call.id, MayAdvance(call.asked), call.at)
+            yield from _half(call)
         case Kind.CANCEL:
             yield Step(call.id, MayCancel(torn), call.at)
         case Kind.LOOK | Kind.RECORD:
             return
+
+
+def _half(call: Call) -> Iterable[Step]:
+    if call.asked is not None:
+        yield Step(call.id, MayMake(call.asked), call.at)
 
 
 def _named(answer: Answer) -> int | None:
@@ -447,10 +467,12 @@ def _under_one_key(steps: list[Step], group: Sequence[Operation]) -> None:
             refused.append(_see(steps, operation, _refusal_of_supersede(operation, answer)))
         elif answer.authority != "unchanged":
             open_ended.append(operation)
+    steps += [half for operation in open_ended for half in _half(operation.call)]
     after = tuple(refused)
     asked = group[0].call.asked
     if not accepted and open_ended:
-        steps.append(Step(open_ended[0].id, MayAdvance(asked), open_ended[0].call.at, after=after))
+        first = min(open_ended, key=lambda one: one.call.at)
+        steps.append(Step(first.id, MayAdvance(asked), first.call.at, after=after))
     for new, members in accepted.items():
         first = min([*members, *open_ended], key=lambda one: one.call.at)
         told = [(one.answer.at, one.id) for one in members if one.answer is not None]

@@ -187,7 +187,7 @@ def _next(register, one, admitted):
         if one.answer is None or _says(one.answer, told):
             yield after, (None, True)
         if one.answer is None and call.kind is Kind.SUPERSEDE and register.epoch == 0 and call.asked == 1:
-            yield replace(register, epoch=1), (None, True)
+            yield replace(register, epoch=1), (None, False)
         return
     if admitted is None:
         told = after.admit(call.asked)
