@@ -255,8 +255,8 @@ def _heard(operations: Sequence[Operation]) -> dict[str, list[tuple[int, int]]]:
         if one.answer is not None:
             known = [epoch for epoch in (one.epoch, one.answer.current, one.answer.new) if epoch is not None]
             told += [(one.answer.at, epoch) for epoch in known]
-        elif one.lost is not None and call.kind is Kind.SUPERSEDE and call.asked is not None:
-            told.append((one.lost.at, call.asked + 1))  # no answer: the client counts it as revoked
+        elif one.lost is not None and one.lost.over is not None:
+            told.append((one.lost.at, one.lost.over + 1))
     return found
 
 

@@ -110,11 +110,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Lost:
-    """No answer came.  `sent`: whether the server can have seen anything of the operation."""
+    """No answer came.  `sent`: whether the server can have seen anything of the operation.
+
+    `over`: through retire.client, the epoch up to which all are over for it now, as far as its caller can tell.
+    """
 
     id: int
     at: int
     sent: bool = True
+    over: int | None = None
 
 
 @dataclass(frozen=True)
@@ -282,11 +286,11 @@ class Recorder:
         with self._lock:
             self._file.close()
 
-    def call(self, runtime: str, place: tuple[str, str], kind: Kind, **more: Any) -> Call:
-        """Note that an operation begins now; it may be sent when this returns."""
+    def call(self, runtime: str, place: tuple[str, str], kind: Kind, *, at: int | None = None, **more: Any) -> Call:
+        """Note that an operation begins now, or has begun; it may be sent when this returns."""
         with self._lock:
             number = next(self._ids)
-        call = Call(number, now(), runtime, *place, kind, **more)
+        call = Call(number, now() if at is None else at, runtime, *place, kind, **more)
         self.write(call)
         return call
 

@@ -295,7 +295,7 @@ def test_a_refusal_that_names_a_newer_epoch_is_heard_as_well_and_no_answer_count
     call = Call(3, 40, "r", *PLACE, Kind.SUPERSEDE, 1, via=Via.CLIENT)
     conflict = Operation(call, Answer(3, 50, 409, authority="unchanged", current=2))
     assert rules(old, winner, conflict) == [Rule.CLIENT]
-    assert rules(old, winner, Operation(call, lost=Lost(3, 50))) == [Rule.CLIENT]
+    assert rules(old, winner, Operation(call, lost=Lost(3, 50, over=1))) == [Rule.CLIENT]
     assert right(old, winner)
 
 
