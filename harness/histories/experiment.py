@@ -50,7 +50,7 @@ CLAIMS = {
 }
 COUNTS = (
     "operations", "frames", "scopes", "kills", "pauses", "unknown_outcomes", "revoked_frames_client",
-    "revoked_frames_raw_over_bound", "frames_not_as_stated", "keys_answered_differently",
+    "revoked_frames_raw_over_bound", "versions_not_as_stated", "keys_answered_differently",
 )  # fmt: skip
 
 

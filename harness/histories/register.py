@@ -123,8 +123,6 @@ class Admitted:
 
     def moves(self, state: State) -> tuple[State, ...]:
         """It may have made the scope, or brought it back."""
-        if self.asked not in (None, self.epoch):
-            return ()
         made = state == (self.epoch - 1, UNKNOWN)
         back = state.status is CANCELLED and self.asked is not None and state.epoch < self.epoch
         return (State(self.epoch, LIVE),) if made or back or state == (self.epoch, LIVE) else ()
@@ -143,8 +141,6 @@ class Advanced:
 
     def moves(self, state: State) -> tuple[State, ...]:
         """It may have made the scope first."""
-        if self.asked not in (None, self.new - 1):
-            return ()
         made = state == (self.new - 2, UNKNOWN) and self.asked is not None
         return (State(self.new, LIVE),) if made or state == (self.new - 1, LIVE) else ()
 
@@ -350,7 +346,8 @@ def _told_of_join(steps: list[Step], operation: Operation, answer: Answer) -> No
     call = operation.call
     if answer.status == 200:
         if operation.epoch is not None:
-            _see(steps, operation, Admitted(operation.epoch, call.asked))
+            alike = call.asked in (None, operation.epoch)
+            _see(steps, operation, Admitted(operation.epoch, call.asked) if alike else NEVER)
             return
         seen: Seen | None = Seen(None, ANY)  # through the client, and nothing was said
     else:
@@ -382,8 +379,8 @@ def _told_of_supersede(steps: list[Step], operation: Operation, answer: Answer) 
     call = operation.call
     new = accepted_as(operation)
     if new is not None:
-        alike = answer.old is None or answer.old == new - 1
-        advanced = _see(steps, operation, Advanced(new, call.asked) if alike else NEVER)
+        alike = answer.old in (None, new - 1)
+        advanced = _see(steps, operation, _advance(new, call.asked) if alike else NEVER)
         if answer.status != 200 and answer.current is not None:
             _see(steps, operation, Seen(answer.current, ANY), (advanced,))
     elif answer.status == 200 or answer.authority is None:
@@ -391,6 +388,10 @@ def _told_of_supersede(steps: list[Step], operation: Operation, answer: Answer) 
         steps.append(Step(call.id, MayAdvance(call.asked), call.at, until=bound))
     else:
         _see(steps, operation, _refusal_of_supersede(operation, answer))
+
+
+def _advance(new: int, asked: int | None) -> Effect:
+    return Advanced(new, asked) if asked in (None, new - 1) else NEVER
 
 
 def _refusal_of_supersede(operation: Operation, answer: Answer) -> Effect:
@@ -476,7 +477,7 @@ def _under_one_key(steps: list[Step], group: Sequence[Operation]) -> None:
     for new, members in accepted.items():
         first = min([*members, *open_ended], key=lambda one: one.call.at)
         told = [(one.answer.at, one.id) for one in members if one.answer is not None]
-        steps.append(Step(min(told)[1], Advanced(new, asked), first.call.at, min(told)[0], after))
+        steps.append(Step(min(told)[1], _advance(new, asked), first.call.at, min(told)[0], after))
 
 
 def _spoken_of(operations: Iterable[Operation]) -> tuple[int, ...]:

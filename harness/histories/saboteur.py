@@ -63,12 +63,14 @@ class Deed:
 def deeds(seed: int, seconds: float, pauses: int, kills: int) -> list[Deed]:
     """So many of each, spread over that time; kills take turns among the processes, the API's first."""
     draw = random.Random(f"{seed} deeds")  # noqa: S311 - a plan keeps no secret
-    plan = [Deed(0.0, draw.choice(list(Who)), draw.choice((0.05, 0.3, 1.0))) for _ in range(pauses)]
-    killed = (Who.API, Who.ENGINE, Who.WORKER)
-    for number in range(kills):
-        plan.insert((2 * number + 1) * len(plan) // (2 * kills), Deed(0.0, killed[number % len(killed)], None))
-    width = seconds / (len(plan) + 1)
-    return [Deed((number + draw.uniform(0.6, 1.4)) * width, one.who, one.pause_s) for number, one in enumerate(plan)]
+    count, turns = pauses + kills, (Who.API, Who.ENGINE, Who.WORKER)
+    kill = {(2 * number + 1) * count // (2 * kills): turns[number % len(turns)] for number in range(kills)}
+    width, plan = seconds / (count + 1), []
+    for number in range(count):
+        at_s = (number + draw.uniform(0.6, 1.4)) * width
+        paused = Deed(at_s, draw.choice(list(Who)), draw.choice((0.05, 0.3, 1.0)))
+        plan.append(Deed(at_s, kill[number], None) if number in kill else paused)
+    return plan
 
 
 @contextlib.contextmanager
