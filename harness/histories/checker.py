@@ -221,7 +221,10 @@ class _Over:
     """When anybody on this host had read that an epoch is over: the server's store came before that."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
-        self._told = sorted((at, state) for one in operations for at, state in _told_states(one))
+        self._told: list[tuple[int, State]] = []  # each further than the one before
+        for at, state in sorted(told for one in operations for told in _told_states(one)):
+            if not self._told or state > self._told[-1][1]:
+                self._told.append((at, state))
 
     def known_at(self, epoch: int) -> int | None:
         """The time, ns; None if nobody has."""
