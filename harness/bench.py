@@ -24,6 +24,7 @@ from harness.churn import Churn
 from harness.composition import Composition
 from harness.correctness import Correctness
 from harness.experiment import Experiment, Result, from_document
+from harness.histories.experiment import Histories
 from harness.inheritance import Inheritance
 from harness.journal import JournalInUse
 from harness.overhead import Overhead
@@ -42,6 +43,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Churn(),
     Composition(),
     Correctness(),
+    Histories(),
     Inheritance(),
     Overhead(),
     Publication(),

@@ -471,6 +471,26 @@ TENANTS = Chapter(
     ),
 )
 
+HISTORIES = Chapter(
+    "histories",
+    "Histories from outside",
+    "A.1",
+    "Can clients see a broken promise while the server's processes are stopped and killed?",
+    (
+        Claim("linearizable", "Some order explains every answer"),
+        Claim("revoked_frames_client", "Revoked frames through the client", count("frames"), aim=_all_of(0)),
+        Claim("revoked_frames_raw_over_bound", "The same, raw, beyond the bound", count("frames"), aim=_all_of(0)),
+        Claim("versions_not_as_stated", "Versions of which more came than is stated", aim=_all_of(0)),
+        Claim("keys_answered_differently", "Idempotency keys with several answers", aim=_all_of(0)),
+        Claim("operations", "Operations"),
+        Claim("frames", "Frames read", count("frames")),
+        Claim("scopes", "Scopes"),
+        Claim("kills", "Kills"),
+        Claim("pauses", "Pauses"),
+        Claim("unknown_outcomes", "Operations whose outcome nobody was told"),
+    ),
+)
+
 CHAPTERS = (
     PUBLICATION,
     CORRECTNESS,
@@ -484,5 +504,6 @@ CHAPTERS = (
     REPLAY,
     DISTRIBUTED,
     TENANTS,
+    HISTORIES,
 )
 """In the paper's order."""

@@ -201,6 +201,17 @@ class Record:
         body_hash, transition, scope, epoch, created = row
         return Idempotent(body_hash, _int(transition), scope, None if epoch is None else _int(epoch), created)
 
+    def unanswered(self) -> list[tuple[str, str, Idempotent]]:
+        """Tenant, key and entry wherever authority is not known to have moved."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT tenant, key, body_hash, transition, scope, created FROM idempotency WHERE epoch IS NULL"
+            ).fetchall()
+        return [
+            (tenant, key, Idempotent(body_hash, _int(transition), scope, None, created))
+            for tenant, key, body_hash, transition, scope, created in rows
+        ]
+
     # -- upkeep
 
     def prune(self, *, tombstone_retention_s: float, idempotency_retention_s: float) -> None:

@@ -20,7 +20,7 @@ import threading
 import time
 import unicodedata
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
 
@@ -402,6 +402,20 @@ class Authority:
             for index, name in enumerate(names)
             for words in table.scopes(index)
         )
+        self._settle_keys(table, names)
+
+    def _settle_keys(self, table: AuthorityTable, names: list[str]) -> None:
+        """Note the epoch behind every key whose process died between store and record.
+
+        The slot names the transition that was applied last; the next one would take that knowledge with it.
+        """
+        for tenant, key, entry in self._record.unanswered():
+            if tenant in names:
+                slot = table.find(names.index(tenant), _scope_key(tenant, entry.scope))
+                if slot is None:
+                    continue
+                if (table.transition(slot), table.leads_to(slot)) == (entry.transition, table.raw(slot)):
+                    self._record.remember(tenant, key, replace(entry, epoch=table.epoch(slot)))
 
     def _remember_evicted(self, tenant_index: int, key: int, epoch: int, cancelled: bool) -> None:
         """Most were synced long ago; one that was not must be, or its unsynced advances would go uncounted."""

@@ -389,6 +389,21 @@ def test_the_first_use_of_an_idempotency_key_stands(tmp_path: Path) -> None:
         assert authority.find_idempotent(T, "k") is None
 
 
+def test_a_key_whose_process_died_right_after_the_store_stands_even_when_another_transition_came_first(
+    tmp_path: Path,
+) -> None:
+    authority = open_authority(tmp_path)
+    authority.resolve(T, "s")
+    for key, transition in (("stored", 7), ("not stored", 9)):
+        authority.remember_idempotent(T, key, b"body", transition=transition, scope="s")
+    authority.advance(T, "s", "*", 7)
+    abandon(authority)
+    with open_authority(tmp_path) as authority:
+        authority.advance(T, "s", 2, 8)
+        found = {key: authority.find_idempotent(T, key) for key in ("stored", "not stored")}
+        assert {key: one and one.epoch for key, one in found.items()} == {"stored": 2, "not stored": None}
+
+
 # -- the state directory and recovery
 
 

@@ -24,6 +24,7 @@ from harness import (
 )
 from harness.client import Frame, Reply
 from harness.experiment import join
+from harness.histories import experiment as histories
 from harness.ledger import Ledger
 from harness.statistics import Bootstrap
 
@@ -107,6 +108,30 @@ def the_publication(patch):
     patch.setattr(publication, "stated_bound", lambda _session: (150, 12))
     patch.setattr(publication, "_Trial", Trial)
     return publication.Publication(), ("publication", 3)
+
+
+def the_histories(patch):
+    def storm(_self, _server, on, seed, _quick):
+        on.check("equal", MadeUp.holds("histories", seed))
+        draw = random.Random(seed)
+        return {**{count: draw.randrange(9) for count in histories.COUNTS}, "linearizable": True} | {
+            "findings": [], "history": None,
+        }  # fmt: skip
+
+    @contextmanager
+    def started(*_):
+        yield [SimpleNamespace(url="nowhere")]
+
+    @contextmanager
+    def left_as_found(sessions):
+        yield
+        sessions[0].check("nothing_left", True)
+
+    patch.setattr(histories, "started", started)
+    patch.setattr(histories, "left_as_found", left_as_found)
+    patch.setattr(histories, "Session", lambda _url, _model, _key, checks: session(checks))
+    patch.setattr(histories.Histories, "_storm", storm)
+    return histories.Histories(), ("histories", 1)
 
 
 def the_correctness(patch):
