@@ -361,7 +361,11 @@ class Coordinator:
             self._feed(key, happened.ScopeCancelled())
         self._finished.forget(key)
         for orphan in self._orphans.pop(key, []):
-            self._feed(key, happened.RequestClosed(orphan.request, orphan.kept))
+            state = self._states.get(key)
+            if state is not None and (orphan.kept is not None or orphan.request in state.closing | state.leaving):
+                self._feed(key, happened.RequestClosed(orphan.request, orphan.kept))
+            elif orphan.kept is not None:  # of a life before the one that was forgotten
+                self._keeper.release((orphan.kept,))
         for rid in self._early.pop(key, []):
             if rid in self._requests:
                 self._place(rid)  # the scope's next life, or revoked by now

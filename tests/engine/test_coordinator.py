@@ -1382,6 +1382,23 @@ def test_a_cancelled_scope_is_used_again(world: World) -> None:
     assert outcomes(world) == {transition: "inherited"}
 
 
+def test_what_a_cancelled_life_left_is_released_when_the_next_is_cancelled(world: World) -> None:
+    """Its step outlasts the next life, of which the engine remembers nothing by then."""
+    scope = world.scope()
+    world.admit(scope, PROMPT)
+    world.step()
+    world.schedule()
+    scope.cancel()
+    world.deliver()
+    scope.revive()
+    world.client_leaves(world.admit(scope, REVISED))
+    world.finish_step()
+    assert world.retire.leftovers()["orphans"] == 1
+    scope.cancel()
+    world.deliver()
+    assert world.retire.leftovers()["orphans"] == world.ownership.pinned_blocks() == 0
+
+
 def test_a_cancelled_scope_is_used_again_before_the_message(world: World) -> None:
     """The request of the new life may reach the scheduler first; it must run all the same."""
     scope = world.scope()
