@@ -196,7 +196,7 @@ def _shared_tokens(holding: Holding, successor: Successor) -> int:
     return min(common_prefix(holding.tokens, successor.tokens), holding.frontier_tokens)
 
 
-def _first_needed(group: KVGroup, tokens: int) -> int:
+def first_needed(group: KVGroup, tokens: int) -> int:
     """Index of the first block that the token at position `tokens` attends to."""
     if group.window_tokens is None:
         return 0
@@ -205,7 +205,7 @@ def _first_needed(group: KVGroup, tokens: int) -> int:
 
 def _cover(held: Sequence[Page | None], group: KVGroup, tokens: int) -> tuple[Page | None, ...]:
     """The pages of one group for [0, tokens), None before its window."""
-    first, end = _first_needed(group, tokens), tokens // group.block_tokens
+    first, end = first_needed(group, tokens), tokens // group.block_tokens
     return (None,) * min(first, end) + tuple(held[first:end])
 
 
@@ -219,7 +219,7 @@ def _longest_held(pages: Sequence[Sequence[PageRef]], top: int, unit: int, env: 
     for tokens in range(top, 0, -unit):
         held = True
         for group, (valid_from, lost) in zip(env.groups, runs, strict=True):
-            first, end = _first_needed(group, tokens), tokens // group.block_tokens
+            first, end = first_needed(group, tokens), tokens // group.block_tokens
             if valid_from[end - 1] > first:
                 held = False
                 only_windows = only_windows and group.window_tokens is not None and not _any_in(lost, first, end)

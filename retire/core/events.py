@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .types import TokenCount
+
 if TYPE_CHECKING:
     from .types import Contract, Epoch, Holding, HostRef, Refusal, RequestId, Successor, TransitionId
 
@@ -63,10 +65,15 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class CertificateAdopted:
-    """The successor's block table was read back after installation: block ids per group, positional from 0."""
+    """The successor's block table was read back after installation: block ids per group, positional from 0.
+
+    `start_tokens`: where it began to compute.  The prefix cache may have had more than was certified; windows then have
+    moved on, and what none of them shows any more is None.
+    """
 
     request: RequestId
     blocks: tuple[tuple[int | None, ...], ...]
+    start_tokens: TokenCount = TokenCount(0)
 
 
 @dataclass(frozen=True, slots=True)

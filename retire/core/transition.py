@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from .certificate import Geometry, best
+from .certificate import Geometry, best, first_needed
 from .effects import (
     CloseRequests,
     Effect,
@@ -326,17 +326,22 @@ def _align(
 def _adopt(state: ScopeState, event: CertificateAdopted, env: Geometry) -> Step:
     """The successor's own references keep the blocks live from here on; the pins have served."""
     transition, certificate = _installing(state, event.request)
-    shapes = [len(blocks) for blocks in event.blocks], [len(pages) for pages in certificate.groups]
-    as_certified = shapes[0] == shapes[1] and all(
-        block is not None if isinstance(page, HostRef) else block == (page and page.block)
-        for blocks, pages in zip(event.blocks, certificate.groups, strict=True)
-        for block, page in zip(blocks, pages, strict=True)
-    )
-    require(as_certified, Invariant.CERTIFIED, f"{event.request} adopted other blocks than certified")
+    require(_as_certified(event, certificate, env), Invariant.CERTIFIED, f"{event.request} adopted other blocks than certified")
     resumed = ReportStage(transition.id, Stage.RESUME)
     reclaimed = ReportStage(transition.id, Stage.RECLAIM)
     closed = ReportClosed(transition.id, Outcome.INHERITED)
     return replace(state, transition=None), (*_release(transition.holdings), resumed, reclaimed, closed)
+
+
+def _as_certified(event: CertificateAdopted, certificate: Certificate, env: Geometry) -> bool:
+    """Whether every page is where it was certified to be, those aside that no window of the target shows any more."""
+    shapes = [len(blocks) for blocks in event.blocks], [len(pages) for pages in certificate.groups]
+    return shapes[0] == shapes[1] and all(
+        (block is None and number < first_needed(group, event.start_tokens))
+        or (block is not None if isinstance(page, HostRef) else block == (page and page.block))
+        for group, blocks, pages in zip(env.groups, event.blocks, certificate.groups, strict=True)
+        for number, (block, page) in enumerate(zip(blocks, pages, strict=True))
+    )
 
 
 def _fail_adoption(state: ScopeState, event: AdoptionFailed, env: Geometry) -> Step:

@@ -602,7 +602,8 @@ class Coordinator:
 
     def _verify_adoption(self, rid: RequestId) -> None:
         certificate = self.certificates.pop(rid)
-        tag = self._requests[rid].tag
+        tracked = self._requests[rid]
+        tag = tracked.tag
         key = (tag.tenant, tag.scope)
         table = self._engine.computed_blocks(rid)
         adopted = tuple(
@@ -613,7 +614,8 @@ class Coordinator:
             for group, blocks in zip(certificate.groups, table, strict=True)
         )
         self._report(certificate.transfer, "adopted", request=rid, blocks=[list(group) for group in adopted])
-        self._feed(key, happened.CertificateAdopted(rid, adopted))
+        start_tokens = TokenCount(tracked.frontier_tokens)  # its first rows' own, as long as they are not computed
+        self._feed(key, happened.CertificateAdopted(rid, adopted, start_tokens))
 
     def _report(self, transition: TransitionId | None, kind: str, **values: Any) -> None:
         self.facts.append({"transition": transition, "kind": kind, "at_ns": self._clock_ns(), **values})

@@ -22,7 +22,7 @@ from retire.core.effects import (
     StartFresh,
 )
 from retire.core.errors import InvariantViolation, ProtocolError
-from retire.core.types import KVGroup, Outcome, Refusal, Stage, Tier
+from retire.core.types import KVGroup, Outcome, Refusal, Stage, Tier, TokenCount
 from tests.core.world import (
     CERTIFIED,
     COMMON,
@@ -301,6 +301,17 @@ def test_adopting_a_block_where_the_certificate_has_none_is_a_defect():
     assert state.transition.certificate.groups == (refs((None, None, 102)),)
     with pytest.raises(InvariantViolation, match="invariant 4"):
         step(state, ev.CertificateAdopted(rid("2a"), ((7, None, 102),)), hybrid)
+
+
+def test_what_no_window_shows_any_more_may_be_missing_behind_a_longer_hit_in_the_prefix_cache():
+    hybrid = geometry((KVGroup(2, window_tokens=3),))
+    state = state_after(admitted("1a"), advanced(1, 2), closed("1a", H1A), admitted("2a"), env=hybrid)
+    assert state.transition.certificate.tokens == 6
+    moved_on = ev.CertificateAdopted(rid("2a"), ((None, None, None),), TokenCount(8))
+    after, _ = step(state, moved_on, hybrid)
+    assert after.place is IDLE
+    with pytest.raises(InvariantViolation, match="invariant 4"):
+        step(state, replace(moved_on, start_tokens=TokenCount(6)), hybrid)
 
 
 def test_a_handler_is_held_to_the_arrows_of_its_row(monkeypatch):
