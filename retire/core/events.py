@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .types import TokenCount
-
 if TYPE_CHECKING:
     from .types import Contract, Epoch, Holding, HostRef, Refusal, RequestId, Successor, TransitionId
 
@@ -73,7 +71,7 @@ class CertificateAdopted:
 
     request: RequestId
     blocks: tuple[tuple[int | None, ...], ...]
-    start_tokens: TokenCount = TokenCount(0)
+    start_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

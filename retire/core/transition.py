@@ -326,7 +326,11 @@ def _align(
 def _adopt(state: ScopeState, event: CertificateAdopted, env: Geometry) -> Step:
     """The successor's own references keep the blocks live from here on; the pins have served."""
     transition, certificate = _installing(state, event.request)
-    require(_as_certified(event, certificate, env), Invariant.CERTIFIED, f"{event.request} adopted other blocks than certified")
+    require(
+        _as_certified(event, certificate, env),
+        Invariant.CERTIFIED,
+        f"{event.request} adopted other blocks than certified",
+    )
     resumed = ReportStage(transition.id, Stage.RESUME)
     reclaimed = ReportStage(transition.id, Stage.RECLAIM)
     closed = ReportClosed(transition.id, Outcome.INHERITED)
