@@ -105,9 +105,11 @@ class Server:
 
     def start(self) -> None:
         """Start and wait until it answers.  Raises ServerFailed."""
+        # A group of its own, to be ended as a whole, but the caller's session: where the kernel groups tasks by session
+        # (`sched_autogroup_enabled`), one that keeps every core busy held up the clients of another for seconds.
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                self._command, env=self._env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                self._command, env=self._env, stdout=log, stderr=subprocess.STDOUT, process_group=0
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
