@@ -16,10 +16,15 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from harness.client import http
 from harness.server import Server, ServerFailed, start_side_by_side
 from retire import models
+
+# How long an example takes is the machine's business, not the code's.
+settings.register_profile("retire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("retire")
 
 TINY_FLAGS = (
     "--enforce-eager",

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
@@ -726,9 +726,7 @@ class CrashMachine(RuleBasedStateMachine):
 
 
 TestCrashMachine = CrashMachine.TestCase
-TestCrashMachine.settings = settings(
-    max_examples=50, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestCrashMachine.settings = settings(max_examples=50, stateful_step_count=25)
 
 
 def _damage(path: Path, how: str) -> None:

@@ -443,7 +443,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTableMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_a_recreated_table_leaves_old_mappings_alone(path: Path, table: AuthorityTable, tmp_path: Path) -> None:

@@ -304,4 +304,4 @@ def blocks_of(held: Holding) -> set[BlockId]:
 
 
 TestScope = Scope.TestCase
-TestScope.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestScope.settings = settings(max_examples=200, stateful_step_count=40)

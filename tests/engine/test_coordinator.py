@@ -2060,7 +2060,6 @@ class Churn(RuleBasedStateMachine):
 AT_RANDOM = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a failing run is short enough to read as it is
 )

@@ -363,7 +363,7 @@ def test_no_more_comes_of_a_version_than_its_transition_states():
 # -- drawn histories ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 12), st.sampled_from([0, 0.1, 0.4]))
 def test_a_correct_register_is_always_found_right(seed, count, width, lost_share):
     operations = drawn_history(random.Random(seed), count, width, lost_share)
@@ -372,7 +372,7 @@ def test_a_correct_register_is_always_found_right(seed, count, width, lost_share
     assert verdict.unknown == sum(one.answer is None for one in operations)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.sampled_from(["falls", "lost update", "from nowhere"]))
 def test_what_breaks_a_correct_history_is_found_and_told_in_few_operations(seed, how):
     rng = random.Random(seed)
@@ -425,7 +425,7 @@ def guessed(rng, count):
     return operations
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_on_small_histories_it_agrees_with_trying_every_order(seed, count):
     operations = guessed(random.Random(seed), count)

@@ -459,7 +459,7 @@ def places(value, at=()):
     return [at] * bool(at) + [found for key, one in inside for found in places(one, (*at, key))]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_stands_where_is_shown_or_left_out(data, tmp_path_factory):
     documents = results()

@@ -108,7 +108,7 @@ def sitting(file, left=10**9, asked=ASKED, **experiment):
         return clock.trials, None
 
 
-@settings(max_examples=40, deadline=None)  # files that are waited for until they are on the disk
+@settings(max_examples=40)  # files that are waited for until they are on the disk
 @given(
     lengths=st.lists(st.integers(0, 4), max_size=12),
     bad=st.frozensets(st.sampled_from([0, 3, 11, 99]), max_size=2),
@@ -138,7 +138,7 @@ def test_however_often_it_is_interrupted_the_result_is_that_of_one_sitting(lengt
         assert document["manifest"].get("sittings", 1) == max(1, sum(taken))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(share=st.floats(0, 1))
 def test_whatever_was_written_last_may_be_cut_off_anywhere(share):
     with tempfile.TemporaryDirectory() as folder:

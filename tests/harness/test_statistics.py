@@ -61,7 +61,7 @@ def test_nothing_measured_has_no_interval():
 
 
 @given(some_pairs, st.floats(min_value=0.1, max_value=50))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_equal_ratios_leave_no_doubt(pairs, ratio):
     even = [(below * ratio, below) for _, below in pairs]
     interval = Bootstrap(median_of_ratios, even, resamples=100).interval()
@@ -70,7 +70,7 @@ def test_equal_ratios_leave_no_doubt(pairs, ratio):
 
 
 @given(some_pairs)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_interval_lies_within_what_was_measured_and_is_the_same_every_time(pairs):
     first, again = (Bootstrap(median_of_ratios, pairs, resamples=200).interval() for _ in range(2))
     ratios = [above / below for above, below in pairs]
@@ -79,7 +79,7 @@ def test_the_interval_lies_within_what_was_measured_and_is_the_same_every_time(p
 
 
 @given(some_pairs)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_common_unit_cancels(pairs):
     scaled = [(above * 1024, below * 1024) for above, below in pairs]
     for statistic in (ratio_of_medians, median_of_ratios):

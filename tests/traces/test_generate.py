@@ -88,7 +88,7 @@ def test_drawn_rows_show_the_published_quantiles():
     assert 1.3 < len(drawn) / 4000 < 1.6, "1.464 were measured"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(), st.integers(1, 10), st.floats(0.1, 1e5))
 def test_drawn_rows_could_be_recorded_ones(seed, scopes, span_s):
     drawn = generate.sessions(seed, scopes, span_s)

@@ -282,7 +282,7 @@ def test_a_document_that_is_cut_short_says_what_it_says(cut, tmp_path):
 SAMPLES = [path.read_bytes() for path in sorted(LOGS.iterdir())]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_damage_of_any_kind_never_stops_the_reading(tmp_path_factory, data):
     log = bytearray(data.draw(st.sampled_from(SAMPLES)))
@@ -309,7 +309,7 @@ def test_damage_of_any_kind_never_stops_the_reading(tmp_path_factory, data):
             raise AssertionError(row) from error
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.binary(max_size=3000))
 def test_any_bytes_at_all(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("log") / "log.jsonl"

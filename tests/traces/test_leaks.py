@@ -75,7 +75,7 @@ def test_secrets_in_every_string_of_a_log_stay_there(log, tmp_path, capfd):
     assert len(rows.read_text(encoding="utf-8").splitlines()) >= 1
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_whatever_stands_where_a_number_or_a_word_should_be(tmp_path_factory, data):
     """Some field of some record is something else."""

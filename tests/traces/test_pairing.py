@@ -486,7 +486,7 @@ def dumb(steps):
     return sorted(found)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(STEPS)
 def test_a_dumb_version_finds_the_same(tmp_path_factory, steps):
     at, records = 0, []

@@ -7,7 +7,7 @@ import json
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from traces import rows
@@ -50,7 +50,7 @@ ROW = Transition(
 )
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50)
 @given(st.lists(ROWS, max_size=2))
 def test_what_is_written_is_read(some):
     out = io.StringIO()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from traces.skim import Document, Shortener, is_document, is_whole
@@ -47,7 +47,6 @@ def same(short, whole):
     return short == whole
 
 
-@settings(deadline=None)
 @given(VALUES, CUTS, st.booleans())
 def test_long_strings_are_cut_and_everything_else_stays(value, sizes, ascii_only):
     whole = json.dumps(value, ensure_ascii=ascii_only).encode()
@@ -75,7 +74,6 @@ def without_lists(value):
     return {key: without_lists(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
-@settings(deadline=None)
 @given(MESSAGES, st.dictionaries(TEXT, VALUES, max_size=3), CUTS, st.sampled_from([None, 2]))
 def test_every_message_of_a_document_comes_out_without_its_lists(messages, others, sizes, indent):
     others.pop("messages", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.traces.test_rows import ROW, ROWS
@@ -76,7 +76,7 @@ def test_shares_and_counts():
     assert found["reasons"] == {"interrupted": 4}
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 @given(st.lists(st.lists(ROWS, max_size=2), min_size=1, max_size=2).filter(any))
 def test_any_rows_have_a_summary_that_a_terminal_can_show(sources):
     found = summary(sources)
