@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.exploration.world import Rules, State, Violated
+from retire.core.invariants import Invariant
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Explored:
 
     def __str__(self) -> str:
         told = (
-            f"{self.world}: {self.states:,} states, {self.moves:,} moves, depth {self.depth}, {self.resting:,} at rest, "
-            f"{self.core_states:,} of the core, {self.seconds:.0f} s"
+            f"{self.world}: {self.states:,} states, {self.moves:,} moves, depth {self.depth}, "
+            f"{self.resting:,} at rest, {self.core_states:,} of the core, {self.seconds:.0f} s"
         )
         return told if self.counterexample is None else f"{told}\n{self.counterexample}"
 
@@ -60,67 +61,88 @@ def explore(rules: Rules, limit: int = 5_000_000) -> Explored:
     Raises:
         TooLarge: after `limit` states.
     """
-    begun = time.process_time()
-    name, start = rules.world.name, rules.start
-    numbers: dict[State, int] = {start: 0}
-    order: list[State] = [start]
-    parents, texts, depths = array("l", [-1]), [""], array("l", [0])
-    sources, targets = array("l"), array("l")
-    resting = bytearray([rules.rests(start)])
-    moves = 0
+    return _Search(rules, limit).run()
 
-    def told(counterexample: Counterexample | None) -> Explored:
+
+class _Search:
+    def __init__(self, rules: Rules, limit: int) -> None:
+        self._rules = rules
+        self._limit = limit
+        self._numbers: dict[State, int] = {}
+        self._order: list[State] = []
+        self._parents, self._depths = array("l"), array("l")
+        self._texts: list[str] = []
+        self._sources, self._targets = array("l"), array("l")
+        self._resting = bytearray()
+        self._moves = 0
+
+    def run(self) -> Explored:
+        begun = time.process_time()
+        counterexample = self._visit_all()
+        if counterexample is None:
+            stuck = _stuck(self._sources, self._targets, self._resting)
+            if stuck is not None:
+                why = f"invariant {Invariant.ANY_STAGE.value} (ANY_STAGE): from here no version will ever answer"
+                counterexample = Counterexample(why, self._path(stuck))
         return Explored(
-            name,
-            len(order),
-            moves,
-            depths[-1],
-            sum(resting),
-            rules.core_states,
+            self._rules.world.name,
+            len(self._order),
+            self._moves,
+            self._depths[-1],
+            sum(self._resting),
+            self._rules.core_states,
             time.process_time() - begun,
             counterexample,
         )
 
-    def path(number: int) -> tuple[str, ...]:
+    def _visit_all(self) -> Counterexample | None:
+        self._note(self._rules.start, -1, "")
+        place = 0
+        while place < len(self._order):
+            fresh = len(self._order)
+            try:
+                self._visit(place)
+            except Violated as error:
+                return Counterexample(str(error), (*self._path(place), "a move that cannot be carried out"))
+            for number in range(fresh, len(self._order)):
+                try:
+                    self._rules.check(self._order[number])
+                except Violated as error:
+                    return Counterexample(str(error), self._path(number))
+            place += 1
+        return None
+
+    def _visit(self, place: int) -> None:
+        numbers, sources, targets = self._numbers, self._sources, self._targets
+        for move, after in self._rules.moves(self._order[place]):
+            self._moves += 1
+            known = numbers.get(after)
+            if known is None:
+                known = self._note(after, place, move.text)
+            if move.good and known != place:
+                sources.append(place)
+                targets.append(known)
+
+    def _note(self, state: State, parent: int, text: str) -> int:
+        number = self._numbers[state] = len(self._order)
+        if number >= self._limit:
+            raise TooLarge(f"{self._rules.world.name}: more than {self._limit:,} states")
+        self._order.append(state)
+        self._parents.append(parent)
+        self._depths.append(self._depths[parent] + 1 if number else 0)
+        self._texts.append(text)
+        self._resting.append(self._rules.rests(state))
+        return number
+
+    def _path(self, number: int) -> tuple[str, ...]:
         back = []
         while number > 0:
-            back.append(texts[number])
-            number = parents[number]
+            back.append(self._texts[number])
+            number = self._parents[number]
         return tuple(reversed(back))
 
-    place = 0
-    while place < len(order):
-        state = order[place]
-        try:
-            for move, after in rules.moves(state):
-                moves += 1
-                known = numbers.get(after)
-                if known is None:
-                    known = numbers[after] = len(order)
-                    order.append(after)
-                    parents.append(place)
-                    texts.append(move.text)
-                    depths.append(depths[place] + 1)
-                    resting.append(rules.rests(after))
-                    if known >= limit:
-                        raise TooLarge(f"{name}: more than {limit:,} states")
-                    try:
-                        rules.check(after)
-                    except Violated as error:
-                        return told(Counterexample(str(error), path(known)))
-                if move.good and known != place:
-                    sources.append(place)
-                    targets.append(known)
-        except Violated as error:
-            return told(Counterexample(str(error), (*path(place), "the move that shows it")))
-        place += 1
-    stuck = _stuck(len(order), sources, targets, resting)
-    if stuck is not None:
-        return told(Counterexample("invariant 9 (ANY_STAGE): from here no version will ever answer", path(stuck)))
-    return told(None)
 
-
-def _stuck(states: int, sources: array[int], targets: array[int], resting: bytearray) -> int | None:
+def _stuck(sources: array[int], targets: array[int], resting: bytearray) -> int | None:
     """The first state from which no path leads to rest; None if there is none."""
     ends, begins = np.frombuffer(targets, dtype=np.int64), np.frombuffer(sources, dtype=np.int64)
     good = np.frombuffer(resting, dtype=np.uint8).astype(bool)
@@ -128,5 +150,4 @@ def _stuck(states: int, sources: array[int], targets: array[int], resting: bytea
     while reached != (reached := int(good.sum())):
         good[begins[good[ends]]] = True
     lost = np.flatnonzero(~good)
-    assert good.size == states
     return int(lost[0]) if lost.size else None

@@ -4,17 +4,18 @@ Owns: states, moves, and the invariants that a state or a move can show.
 Must not know: in which order states are visited.
 Strategy: the core is the real `step`; everything else is the smallest thing that keeps its side of ARCHITECTURE.md.
 A store with one word per scope, a network that holds messages and hands them over in any order, twice or not at all,
-an engine with a pool of blocks, participants that write blocks at their own pace.  What a participant has written where
-is kept as a ghost that no process can see: that is what "written before it is read" is checked against.
+an engine with a pool of blocks, participants that write blocks at their own pace.  What a participant has written
+where is kept as a ghost that no process can see: that is what "written before it is read" is checked against.
 
-States are tuples; the core's are interned, so that a state is hashed by small numbers.  Participants have no names: their
-columns are sorted, and states that differ by who is who are one.
+States are tuples; the core's are interned, so that a state is hashed by small numbers.  Participants have no names:
+their columns are sorted, and states that differ by who is who are one.
 
 A block holds `BLOCK_TOKENS` tokens.  A piece of content is named by tenant and prefix (`Prompts`), 0 is anything else.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -54,8 +55,8 @@ CONTRACTS = {
 
 # A request: admitted and not yet allowed to run; being installed; running; told to close.
 WAITING, INSTALLING, RUNNING, CLOSING = range(4)
-# A participant's part of a step: under way; written, stopped (the receipt is on its way); the receipt was taken, or lost;
-# under way for an engine that waits no more.
+# A participant's part of a step: under way; written, stopped (the receipt is on its way); the receipt was taken, or
+# lost; under way for an engine that waits no more.
 WORKING, WROTE, STOPPED, TAKEN_WROTE, TAKEN_STOPPED, LOST, ORPHAN = range(7)
 
 
@@ -104,7 +105,7 @@ class Job(NamedTuple):
 
     scope: int
     version: int
-    index: int
+    place: int
     block: int
     generation: int
     status: int
@@ -241,9 +242,7 @@ class Rules:
             )
         return known
 
-    def stepped(
-        self, number: int, event: Event, generations: tuple[int, ...]
-    ) -> tuple[int, tuple[Effect, ...]] | None:
+    def stepped(self, number: int, event: Event, generations: tuple[int, ...]) -> tuple[int, tuple[Effect, ...]] | None:
         """What the core says to an event; None if it has no place there."""
         key = number, event, generations
         if key not in self._memo:
@@ -273,25 +272,13 @@ class Rules:
                 raise Violated(str(error)) from None
 
     def _possible(self, state: State) -> Iterator[Any]:
-        world = self.world
         for number, scope in enumerate(state.scopes):
             yield from self._of_runtime(number, scope)
             for request in scope.requests:
-                yield from self._of_request(number, scope, request)
-            for version in scope.copying:
-                yield lambda d, n=number, v=version: d.copied(n, v, works=True)
-                yield lambda d, n=number, v=version: d.copied(n, v, works=False)
-            core = self._states[scope.core]
-            if world.expiry and core.transition is not None:
-                yield lambda d, n=number: d.expire(n)
-            if core.epoch < scope.word or (scope.cancelled and not core.cancelled):
-                yield lambda d, n=number: d.notice(n)
+                yield from self._of_request(number, request)
+            yield from self._of_engine(number, scope)
         for message in state.net:
-            yield lambda d, m=message: d.deliver(m, keep=False)
-            if world.echoes:
-                yield lambda d, m=message: d.deliver(m, keep=True)
-            if world.losses:
-                yield lambda d, m=message: d.lose(m)
+            yield from self._of_network(message)
         for place, part in enumerate(state.parts):
             if place and part == state.parts[place - 1]:
                 continue  # nobody can tell the two apart
@@ -300,8 +287,25 @@ class Rules:
             for echo in part.echoes:
                 yield lambda d, p=place, e=echo: d.echo(p, e)
         if state.faults:
-            for process in world.crashes:
+            for process in self.world.crashes:
                 yield lambda d, p=process: d.crash(p)
+
+    def _of_network(self, message: tuple[Any, ...]) -> Iterator[Any]:
+        yield lambda d: d.deliver(message, keep=False)
+        if self.world.echoes:
+            yield lambda d: d.deliver(message, keep=True)
+        if self.world.losses:
+            yield lambda d: d.lose(message)
+
+    def _of_engine(self, number: int, scope: Scope) -> Iterator[Any]:
+        for version in scope.copying:
+            yield lambda d, v=version: d.copied(number, v, works=True)
+            yield lambda d, v=version: d.copied(number, v, works=False)
+        core = self._states[scope.core]
+        if self.world.expiry and core.transition is not None:
+            yield lambda d: d.expire(number)
+        if core.epoch < scope.word or (scope.cancelled and not core.cancelled):
+            yield lambda d: d.notice(number)
 
     def _of_runtime(self, number: int, scope: Scope) -> Iterator[Any]:
         world = self.world
@@ -316,7 +320,7 @@ class Rules:
         if scope.synced != scope.word and "host" in world.crashes:
             yield lambda d: d.sync(number)
 
-    def _of_request(self, number: int, scope: Scope, request: Request) -> Iterator[Any]:
+    def _of_request(self, number: int, request: Request) -> Iterator[Any]:
         version = request.version
         if request.phase == INSTALLING:
             yield lambda d: d.install(number, version)
@@ -351,34 +355,42 @@ class Rules:
             raise Violated(str(error)) from None
 
     def _check(self, state: State) -> None:
-        refs = [0] * len(state.pool)
+        owners: Counter[int] = Counter()
         for number, scope in enumerate(state.scopes):
             core = self._states[scope.core]
             require(scope.word >= scope.told, Invariant.ONE_EPOCH, "the word lies below an epoch that was told")
             require(core.epoch <= scope.word, Invariant.ONE_EPOCH, "the engine is ahead of the store")
-            for request in scope.requests:
-                pieces = self.pieces[number][request.version - 1]
-                for index, (block, generation) in enumerate(request.blocks):
-                    refs[block] += 1
-                    owned = state.pool[block].generation == generation
-                    require(owned, Invariant.NO_OLD_WRITER, f"block {block} was handed on under its owner")
-                    if index < request.written:
-                        self._is_written(state, block, pieces[index], Invariant.CERTIFIED)
-            for version, pins in self._pins[scope.core]:
-                if version not in scope.returned:
-                    for index, (block, generation) in enumerate(pins):
-                        refs[block] += 1
-                        kept = state.pool[block].generation == generation
-                        require(kept, Invariant.PINS, f"pinned block {block} was handed on")
-                        piece = self.pieces[number][version - 1][index]
-                        self._is_written(state, block, piece, Invariant.WRITTEN_BEFORE_READ)
-        orphans = {(j.block, j.generation) for part in state.parts for j in part.jobs if j.status == ORPHAN}
-        for block, _ in orphans:
-            refs[block] += 1
-        for block, (found, counted) in enumerate(zip(state.pool, refs, strict=True)):
+            self._check_requests(state, number, owners)
+            self._check_pins(state, number, owners)
+        old_writers = {(j.block, j.generation) for part in state.parts for j in part.jobs if j.status == ORPHAN}
+        owners.update(block for block, _ in old_writers)
+        for block, found in enumerate(state.pool):
+            counted = owners[block]
             require(found.refs == counted, Invariant.PINS, f"block {block}: {found.refs} references, {counted} owners")
             if found.name:
                 self._is_written(state, block, found.name, Invariant.WRITTEN_BEFORE_READ)
+
+    def _check_requests(self, state: State, number: int, owners: Counter[int]) -> None:
+        for request in state.scopes[number].requests:
+            pieces = self.pieces[number][request.version - 1]
+            for place, (block, generation) in enumerate(request.blocks):
+                owners[block] += 1
+                owned = state.pool[block].generation == generation
+                require(owned, Invariant.NO_OLD_WRITER, f"block {block} was handed on under its owner")
+                if place < request.written:
+                    self._is_written(state, block, pieces[place], Invariant.CERTIFIED)
+
+    def _check_pins(self, state: State, number: int, owners: Counter[int]) -> None:
+        scope = state.scopes[number]
+        for version, pins in self._pins[scope.core]:
+            if version in scope.returned:
+                continue
+            for place, (block, generation) in enumerate(pins):
+                owners[block] += 1
+                kept = state.pool[block].generation == generation
+                require(kept, Invariant.PINS, f"pinned block {block} was handed on")
+                piece = self.pieces[number][version - 1][place]
+                self._is_written(state, block, piece, Invariant.WRITTEN_BEFORE_READ)
 
     def _is_written(self, state: State, block: int, piece: int, invariant: Invariant) -> None:
         for part in state.parts:
@@ -528,18 +540,8 @@ class Draft:
         for effect in answer[1]:
             if isinstance(effect, do.CloseRequests):
                 closed += sorted(version_of(request) for request in effect.requests)
-            elif isinstance(effect, (do.StartCold, do.StartFresh)):
-                self._start(number, version_of(effect.request))
-            elif isinstance(effect, do.InstallCertificate):
-                self._request(number, version_of(effect.certificate.target), phase=INSTALLING)
-            elif isinstance(effect, do.ReleasePins):
-                for held in effect.holdings:
-                    self._unpin(number, held)
-            elif isinstance(effect, do.OffloadPages):
-                copying = (*self.scopes[number].copying, version_of(effect.holding.request))
-                self._set(number, copying=tuple(sorted(copying)))
-            elif isinstance(effect, do.ReturnBlocks):
-                self._return(number, effect.holding)
+            else:
+                self._carry_out(number, effect)
         for version in closed:
             self._request(number, version, phase=CLOSING)
         for version in closed:
@@ -547,6 +549,20 @@ class Draft:
             if found is not None and not found.stepping:
                 self._close(number, version, every_receipt=True)
         return True
+
+    def _carry_out(self, number: int, effect: Effect) -> None:
+        if isinstance(effect, (do.StartCold, do.StartFresh)):
+            self._start(number, version_of(effect.request))
+        elif isinstance(effect, do.InstallCertificate):
+            self._request(number, version_of(effect.certificate.target), phase=INSTALLING)
+        elif isinstance(effect, do.ReleasePins):
+            for held in effect.holdings:
+                self._unpin(number, held)
+        elif isinstance(effect, do.OffloadPages):
+            copying = (*self.scopes[number].copying, version_of(effect.holding.request))
+            self._set(number, copying=tuple(sorted(copying)))
+        elif isinstance(effect, do.ReturnBlocks):
+            self._return(number, effect.holding)
 
     def _advance(self, number: int, epoch: int, contract: Contract) -> None:
         old = self.rules.core(self.scopes[number].core).epoch
@@ -584,7 +600,8 @@ class Draft:
     def install(self, number: int, version: int) -> Move:
         """RESUME: alias what was certified, if it is still what it was."""
         transition = self.rules.core(self.scopes[number].core).transition
-        assert transition is not None and transition.certificate is not None
+        assert transition is not None
+        assert transition.certificate is not None
         certificate, taken = transition.certificate, list[tuple[int, int]]()
         request = RequestId(str(version))
         for page in certificate.groups[0]:
@@ -627,10 +644,9 @@ class Draft:
         block = self._allocate()
         if block is None:
             return None
-        scope = self.scopes[number]
         require(self._current(number, version), Invariant.ANY_STAGE, f"a launch of a revoked version {version}")
         found = self._found(number, version)
-        assert found is not None and scope is not None
+        assert found is not None
         generation = self.pool[block].generation
         self._request(number, version, blocks=(*found.blocks, (block, generation)), stepping=True)
         job = Job(number, version, found.written, block, generation, WORKING)
@@ -749,7 +765,9 @@ class Draft:
         if self.pool[ref.block].generation != ref.generation:
             return None
         found = {part.contents[ref.block] for part in self.parts}
-        require(len(found) == 1, Invariant.WRITTEN_BEFORE_READ, f"block {ref.block} is copied and not everywhere written")
+        require(
+            len(found) == 1, Invariant.WRITTEN_BEFORE_READ, f"block {ref.block} is copied and not everywhere written"
+        )
         return found.pop()
 
     # -- participants ----------------------------------------------------------------------------------------------
@@ -757,7 +775,7 @@ class Draft:
     def write(self, place: int, job: Job) -> Move:
         """All layers of it are written."""
         part = self.parts[place]
-        piece = self.rules.pieces[job.scope][job.version - 1][job.index]
+        piece = self.rules.pieces[job.scope][job.version - 1][job.place]
         contents = (*part.contents[: job.block], piece, *part.contents[job.block + 1 :])
         self.parts[place] = part._replace(contents=contents)
         self._worked(place, job, WROTE)
@@ -790,7 +808,9 @@ class Draft:
             part = self.parts[place]
             self.parts[place] = part._replace(echoes=tuple(sorted({*part.echoes, taken})))
         self._counted(job.scope, job.version)
-        return Move(f"receipt of participant {place} for block {job.block}{', to come again' if echo else ''}", not echo)
+        return Move(
+            f"receipt of participant {place} for block {job.block}{', to come again' if echo else ''}", not echo
+        )
 
     def lose_receipt(self, place: int, job: Job) -> Move:
         """It never arrives."""
@@ -821,7 +841,7 @@ class Draft:
             return
         for place, part in enumerate(self.parts):
             self.parts[place] = part._replace(jobs=tuple(j for j in part.jobs if not self._is_of(j, number, found)))
-        wrote = all(job.status == TAKEN_WROTE for job in mine)
+        wrote = self._wrote(mine)
         self._request(number, version, stepping=False, written=found.written + wrote)
         found = self._found(number, version)
         assert found is not None
@@ -836,6 +856,9 @@ class Draft:
 
     def _complete(self, jobs: Sequence[Job]) -> bool:
         return len(jobs) == len(self.parts) and all(job.status in (TAKEN_WROTE, TAKEN_STOPPED) for job in jobs)
+
+    def _wrote(self, jobs: Sequence[Job]) -> bool:
+        return all(job.status == TAKEN_WROTE for job in jobs)
 
     def _may_publish(self, number: int, version: int) -> bool:
         return self._current(number, version)
@@ -940,4 +963,3 @@ class Draft:
         self._unpin(number, held)
         returned = self.scopes[number].returned
         self._set(number, returned=tuple(sorted((*returned, version_of(held.request)))))
-
