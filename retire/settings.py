@@ -19,6 +19,8 @@ PLUGIN_NAME = "retire"
 DRAM_ENV = "RETIRE_DRAM_BYTES"
 POLICY_ENV = "RETIRE_POLICY"
 ARM_ENV = "RETIRE_ARM_MS"
+JOURNAL_ENV = "RETIRE_JOURNAL"
+AUDIT_ENV = "RETIRE_AUDIT"
 TABLE_ENV = "RETIRE_TABLE"  # set by the process that owns the state directory, inherited by engine and workers
 
 
@@ -35,6 +37,8 @@ class Settings:
     `limit_patience`: for so many layers a worker waits to be told how much of a revoked request is still wanted.
     `window_layers`: in armed steps an accelerator is never more than two windows of so many layers behind the host.
     `backlog_bytes`: send buffer of a scoped stream's socket; what the last gate cannot call back.
+    `journal_dir`: where every process keeps its journal; None: in its memory, the newest records alone.
+    `audit`: the journal has every frame and every row of a step.
     """
 
     state_dir: Path
@@ -49,6 +53,8 @@ class Settings:
     limit_patience: int = 1
     window_layers: int = 4
     backlog_bytes: int = 16_384
+    journal_dir: Path | None = None
+    audit: bool = False
 
     @classmethod
     def from_env(cls) -> Settings:
@@ -71,6 +77,8 @@ class Settings:
             limit_patience=int(os.environ.get("RETIRE_LIMIT_PATIENCE", cls.limit_patience)),
             window_layers=max(1, int(os.environ.get("RETIRE_WINDOW_LAYERS", cls.window_layers))),
             backlog_bytes=int(os.environ.get("RETIRE_BACKLOG_BYTES", cls.backlog_bytes)),
+            journal_dir=Path(directory) if (directory := os.environ.get(JOURNAL_ENV)) else None,
+            audit=os.environ.get(AUDIT_ENV, "0") not in ("", "0"),
         )
 
 
