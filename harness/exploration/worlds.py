@@ -20,12 +20,14 @@ SMALL = (
     World("deaths", (SHORT[:2],), ("acme",), losses=True, crashes=DEATHS, faults=1, blocks=2),
     World("host memory", (PLAN[:2],), ("acme",), contracts=("dram",), host_memory=True, blocks=2, expiry=True),
     World("cancellation", (SHORT[:2],), ("acme",), losses=True, echoes=True, cancels=True, blocks=2),
-    World("two tenants", (SHORT[:2], SHORT[:2]), ("acme", "initech"), blocks=2),
-    World("one tenant", (SHORT[:2], SHORT[:2]), ("acme", "acme"), blocks=2),
+    World("two tenants", (SHORT[:2], SHORT[:1]), ("acme", "initech"), blocks=2),
+    World("one tenant", (SHORT[:2], SHORT[:1]), ("acme", "acme"), blocks=2),
 )
 """Exhausted by the tests."""
 
 LARGE = (
+    World("two tenants revise", (SHORT[:2], SHORT[:2]), ("acme", "initech"), blocks=2),
+    World("one tenant revises two", (SHORT[:2], SHORT[:2]), ("acme", "acme"), blocks=2),
     World("three epochs", (PLAN,), ("acme",), contracts=("certified", "none")),
     World("losses and repeats", (SHORT,), ("acme",), losses=True, echoes=True, blocks=2),
     World("three epochs, deaths", (SHORT,), ("acme",), crashes=DEATHS, faults=1, blocks=2),
