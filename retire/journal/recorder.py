@@ -150,7 +150,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def recorder() -> Recorder:
-    """This process's."""
+    """The one of this process."""
     global _recorder, _audits  # noqa: PLW0603 - one per process
     if _recorder is None:
         settings = Settings.from_env()
