@@ -13,6 +13,7 @@ from pathlib import Path
 from retire.authority.store import Authority
 from retire.authority.table import AuthorityTable
 from retire.core.errors import SeamError
+from retire.journal import Kind, note
 from retire.settings import TABLE_ENV, Settings
 from retire.tenants import Registry
 
@@ -71,4 +72,6 @@ def table() -> AuthorityTable:
     path = os.environ.get(TABLE_ENV)
     if path is None:
         raise SeamError("no authority table: the process that starts the engine was not patched")
-    return AuthorityTable.open(Path(path))
+    mapped = AuthorityTable.open(Path(path))
+    note(Kind.MAPPED, c=mapped.identity)
+    return mapped

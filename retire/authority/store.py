@@ -24,12 +24,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
 
-from xxhash import xxh3_64_intdigest, xxh3_128_intdigest
+from xxhash import xxh3_64_intdigest
 
 from retire.authority.record import Change, Idempotent, Record, Recorded
-from retire.authority.table import CANCELLED, PAUSED, AuthorityTable
+from retire.authority.table import CANCELLED, PAUSED, AuthorityTable, scope_key
 from retire.core.errors import EpochConflict, EpochRevoked, InvalidRequest, InvariantViolation, NotFound, SeamError
 from retire.core.types import EPOCH_MAX, SCOPE_MAX_CHARS, Epoch, ScopeId, TenantId, Ticket
+from retire.journal import U64, Kind, note, ticket_word
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,6 +115,7 @@ class Authority:
         self._idempotency_retention_s = idempotency_retention_s
         self._table = self._recover(tenants, scopes, rows, boot)
         self._first_epoch = self._table.floor + 1
+        note(Kind.OPENED, a=self._table.scopes_per_tenant, b=self._table.floor, c=self._table.identity)
         self._synced_raws = self._table.raws()
         self._syncing = threading.Lock()
         self._stop = threading.Event()
@@ -182,6 +184,7 @@ class Authority:
             self._record.set_meta("clean", "1")
             self._record.sync()
             self._table.set_clean(True)
+            note(Kind.CLOSED, c=self._table.identity)
         finally:
             self._table.close()
             self._record.close()
@@ -245,8 +248,10 @@ class Authority:
         """End the scope for good; on return its tombstone is durable.  Raises InvalidRequest, NotFound."""
         with self._table.locked():
             view = self._found(tenant, scope)
-            key = _scope_key(tenant, scope)
-            self._table.cancel(view.slot, key, transition)
+            key = scope_key(tenant, scope)
+            cancelled = self._table.cancel(view.slot, key, transition)
+            if cancelled != view.raw:  # now, not before
+                self._note(Kind.CANCELLED, key, view, seen=cancelled, word=view.raw, transition=transition)
             view = self._view(tenant, scope, view.slot)
         self._record.put(tenant, key, scope, view.epoch, True)
         self._record.sync()
@@ -258,7 +263,7 @@ class Authority:
             view = self._found(tenant, scope)
             if view.cancelled:
                 raise EpochRevoked("the scope is cancelled", param="scope", current_epoch=view.epoch)
-            self._table.set_paused(view.slot, _scope_key(tenant, scope), paused)
+            self._table.set_paused(view.slot, scope_key(tenant, scope), paused)
             return self._view(tenant, scope, view.slot)
 
     def view(self, tenant: str, scope: str) -> ScopeView | None:
@@ -279,7 +284,11 @@ class Authority:
         with self._table.locked():
             if self._table.raw(view.slot) != view.raw:  # superseded, or moved to another slot
                 view = self.resolve(view.tenant, view.scope, view.epoch)
-            return self._table.issue(view.slot, view.raw)
+            ticket = self._table.issue(view.slot, view.raw)
+            self._note(
+                Kind.ISSUED, scope_key(view.tenant, view.scope), view, seen=view.raw, word=view.raw, ticket=ticket
+            )
+            return ticket
 
     def lower(self, ticket: Ticket, limit_tokens: int) -> None:
         """Let the ticket's row limit fall."""
@@ -288,6 +297,7 @@ class Authority:
     def release(self, ticket: Ticket) -> None:
         """The request is over."""
         self._table.release(ticket)
+        note(Kind.RETURNED, slot=ticket.slot, word=ticket.raw, ticket=ticket_word(ticket))
 
     def holds(self, ticket: Ticket) -> bool:
         """Whether the ticket still has authority and its work is wanted."""
@@ -296,6 +306,10 @@ class Authority:
     def current(self, ticket: Ticket) -> bool:
         """Whether the ticket's version still has authority: one load."""
         return self._table.current(ticket)
+
+    def seen(self, ticket: Ticket) -> int:
+        """The raw word of the ticket's scope: it has authority as long as this is its own."""
+        return self._table.raw(ticket.slot)
 
     # -- idempotency
 
@@ -411,7 +425,7 @@ class Authority:
         """
         for tenant, key, entry in self._record.unanswered():
             if tenant in names:
-                slot = table.find(names.index(tenant), _scope_key(tenant, entry.scope))
+                slot = table.find(names.index(tenant), scope_key(tenant, entry.scope))
                 if slot is None:
                     continue
                 if (table.transition(slot), table.leads_to(slot)) == (entry.transition, table.raw(slot)):
@@ -426,7 +440,7 @@ class Authority:
 
     def _known(self, tenant: str, scope: str) -> ScopeView | None:
         """The scope in its slot; one that had left the table returns as it was."""
-        index, key = self._index(tenant), _scope_key(tenant, scope)
+        index, key = self._index(tenant), scope_key(tenant, scope)
         slot = self._table.find(index, key)
         if slot is None:
             recorded = self._record.lookup(tenant, key)
@@ -437,7 +451,7 @@ class Authority:
 
     def _status(self, tenant: str, recorded: Recorded) -> ScopeStatus:
         """The scope where it is: looking through many must not push others out of the table."""
-        key = _scope_key(tenant, recorded.scope)
+        key = scope_key(tenant, recorded.scope)
         with self._table.locked():
             slot = self._table.find(self._index(tenant), key)
             words = None if slot is None else self._table.read(slot)
@@ -460,7 +474,7 @@ class Authority:
 
     def _create(self, tenant: str, scope: str) -> ScopeView:
         """Row first: a scope in the table always has its name in the record."""
-        index, key = self._index(tenant), _scope_key(tenant, scope)
+        index, key = self._index(tenant), scope_key(tenant, scope)
         self._record.put(tenant, key, scope, self._first_epoch, False)
         try:
             slot = self._insert(index, key, self._first_epoch, False)
@@ -471,13 +485,15 @@ class Authority:
 
     def _insert(self, index: int, key: int, epoch: int, cancelled: bool) -> int:
         slot = self._table.insert(index, key, epoch, cancelled)
-        self._synced_raws[slot] = self._table.raw(slot)
+        raw = self._synced_raws[slot] = self._table.raw(slot)
+        note(Kind.PLACED, slot=slot, seen=raw, epoch=epoch, key=key & U64)
         return slot
 
     def _revive(self, view: ScopeView, epoch: int) -> ScopeView:
         """Durable before anybody is told: the new epoch may lie any number of strides ahead."""
-        key = _scope_key(view.tenant, view.scope)
-        self._table.revive(view.slot, key, epoch)
+        key = scope_key(view.tenant, view.scope)
+        raw = self._table.revive(view.slot, key, epoch)
+        note(Kind.REVIVED, slot=view.slot, seen=raw, word=view.raw, epoch=epoch, key=key & U64)
         self._record.put(view.tenant, key, view.scope, epoch, False)
         self._record.sync()
         return self._view(view.tenant, view.scope, view.slot)
@@ -502,8 +518,23 @@ class Authority:
             return Advanced(slot, view.raw, Epoch(epoch - 1), epoch)
         if expected not in ("*", epoch):
             raise EpochConflict(f"epoch {expected} is not current", param="expected_epoch", current_epoch=epoch)
-        raw = self._table.advance(slot, _scope_key(view.tenant, view.scope), view.raw, transition)
+        key = scope_key(view.tenant, view.scope)
+        raw = self._table.advance(slot, key, view.raw, transition)
+        note(
+            Kind.ADVANCED,
+            slot=slot,
+            seen=raw,
+            word=view.raw,
+            epoch=epoch + 1,
+            key=key & U64,
+            transition=transition,
+        )
         return Advanced(slot, raw, epoch, Epoch(epoch + 1))
+
+    def _note(self, kind: Kind, key: int, view: ScopeView, *, ticket: Ticket | None = None, **fields: int) -> None:
+        """Journal something about the viewed version."""
+        row = 0 if ticket is None else ticket_word(ticket)
+        note(kind, slot=view.slot, epoch=view.epoch, key=key & U64, ticket=row, **fields)
 
     def _view(self, tenant: str, scope: str, slot: int) -> ScopeView:
         words = self._table.read(slot)
@@ -522,11 +553,6 @@ class Authority:
         if index is None:
             raise InvariantViolation(f"tenant {tenant!r} is not configured")
         return index
-
-
-def _scope_key(tenant: str, scope: str) -> int:
-    """128 bits, never 0: an empty slot's key."""
-    return xxh3_128_intdigest(f"{tenant}\0{scope}".encode()) or 1
 
 
 def _differing(seen: list[int], known: list[int]) -> list[int]:

@@ -35,8 +35,11 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
 from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+from xxhash import xxh3_128_intdigest
 
 from retire.core.errors import EpochConflict, EpochRevoked, InvariantViolation, OverLimit, SeamError
 from retire.core.types import EPOCH_MAX, Ticket
@@ -234,6 +237,11 @@ class AuthorityTable:
     def secret(self) -> int:
         """63 random bits of this table, known to whoever may map it."""
         return self._words[_H_SECRET]
+
+    @property
+    def identity(self) -> int:
+        """Names this table among others; says nothing about its secret."""
+        return int.from_bytes(blake2b(self.secret.to_bytes(8), digest_size=8).digest())
 
     @property
     def boot(self) -> int:
@@ -539,6 +547,11 @@ class AuthorityTable:
         self._store_scope(slot, _TRANSITION_LO, transition_id & _U64)
         self._store_scope(slot, _TRANSITION_HI, transition_id >> 64)
         self._store_scope(slot, _LEADS_TO, leads_to)
+
+
+def scope_key(tenant: str, scope: str) -> int:
+    """A scope's name in the table: 128 bits, never 0, which is an empty slot's."""
+    return xxh3_128_intdigest(f"{tenant}\0{scope}".encode()) or 1
 
 
 def _size_bytes(tenants: int, scopes_per_tenant: int, rows: int) -> int:

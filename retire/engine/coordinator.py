@@ -43,6 +43,7 @@ from retire.core.types import (
     TokenCount,
     TransitionId,
 )
+from retire.engine import notes
 from retire.engine.facts import Facts
 from retire.engine.finished import Finished, ScopeKey
 from retire.engine.keeper import Keeper
@@ -131,6 +132,7 @@ class Coordinator:
         fingerprint = f"{self._contents}|{self._fingerprint(request)}"
         self._requests[request_id] = Tracked(tag, fingerprint)
         self._held.add(request_id)
+        notes.admitted(request_id, tag, self._table)
         if tag.exact:
             self._run_exact(request_id)
         self._place(request_id)
@@ -260,6 +262,8 @@ class Coordinator:
 
     def preempted(self, request_id: str) -> None:
         """The request lost its blocks and starts over."""
+        if self.is_scoped(request_id):
+            notes.preempted(RequestId(request_id))
         self._steps.preempted(RequestId(request_id))
 
     # -- authority ------------------------------------------------------------------------------------------------
@@ -300,7 +304,8 @@ class Coordinator:
 
     def _forget(self, rid: RequestId) -> None:
         """Drop every note about the request without telling the protocol that it finished."""
-        self._requests.pop(rid, None)
+        if self._requests.pop(rid, None) is not None:
+            notes.gone(rid)
         self._held.discard(rid)
         self._aborted.discard(rid)
         self._withdraw(rid)
@@ -396,6 +401,7 @@ class Coordinator:
             for stage in (Stage.FENCE, Stage.ALIGN, Stage.RESUME, Stage.RECLAIM):
                 self._report(transition, "stage", stage=stage.value)
             self._report(transition, "closed", outcome="cold")
+            notes.ended(transition, Outcome.COLD)
             return
         for holding in self._states[key].holdings:
             if holding.host is not None:
@@ -507,6 +513,7 @@ class Coordinator:
         before = self._states[key]
         state, effects = step(before, event, self._keeper.geometry)
         self._states[key] = state
+        notes.stepped(before, event, state, effects)
         transition = state.transition or before.transition
         for effect in effects:
             self._carry_out(effect, key, transition)
@@ -565,6 +572,7 @@ class Coordinator:
         if refusal is Refusal.QUOTA:
             self._requests[rid].reads_nothing = True
         self._held.discard(rid)
+        notes.cold(rid, refusal, current.id if current else None)
         self._report(current.id if current else None, "refused", request=rid, refusal=refusal.value)
 
     def _install(self, certificate: Certificate, current: Transition | None) -> None:
@@ -578,6 +586,7 @@ class Coordinator:
             self._run_exact(target)
             tracked.grid_tokens = certificate.tokens
         self._held.discard(target)
+        notes.certified(certificate, tracked.tag.tenant, tracked.tag.scope)
         self._report(certificate.transfer, "certificate", **_described(certificate))
 
     def _closed(self, transition: TransitionId, outcome: Outcome, current: Transition | None) -> None:
@@ -589,6 +598,7 @@ class Coordinator:
             reason = current.refusal or (Refusal.DEADLINE if late else Refusal.EXPIRED)
             self._report(transition, "refused", refusal=reason.value)
         self._report(transition, "closed", outcome=outcome.value)
+        notes.ended(transition, outcome)
 
     def blocks_to_install(self, request_id: str) -> tuple[int, tuple[list[Any], ...]] | None:
         """Tokens and device blocks per group that the request adopts, or None."""
@@ -613,6 +623,7 @@ class Coordinator:
             )
             for group, blocks in zip(certificate.groups, table, strict=True)
         )
+        notes.adopted(certificate, adopted)
         self._report(certificate.transfer, "adopted", request=rid, blocks=[list(group) for group in adopted])
         start_tokens = TokenCount(tracked.frontier_tokens)  # its first rows' own, as long as they are not computed
         self._feed(key, happened.CertificateAdopted(rid, adopted, start_tokens))

@@ -24,6 +24,7 @@ from retire.core.types import (
     Tier,
     TokenCount,
 )
+from retire.engine import notes
 from retire.engine.tier_scheduler import Tier as HostTier
 from retire.kv.ownership import Ownership
 
@@ -54,19 +55,26 @@ class Keeper:
         if tokens == 0 or not env.pays(TokenCount(tokens), Tier.HBM):
             return None, Refusal.UNPROFITABLE
         pinned = self.ownership.pin(left, part, env.groups)
-        return (None, Refusal.QUOTA) if pinned is None else (pinned, None)
+        if pinned is None:
+            return None, Refusal.QUOTA
+        notes.pinned(pinned)
+        return pinned, None
 
     def narrow(self, kept: Holding, contract: Contract) -> tuple[Holding | None, Refusal | None]:
         """The contract of a holding that was pinned without it has arrived."""
-        self.ownership.release(kept.request)
+        self._unpin(kept.request)
         return self.keep(kept, contract)
 
     def release(self, holdings: Iterable[Holding]) -> None:
         """Nobody will adopt these any more, or somebody has."""
         for holding in holdings:
-            self.ownership.release(holding.request)
+            self._unpin(holding.request)
             if self._tier is not None:
                 self._tier.drop(holding.request)
+
+    def _unpin(self, request: RequestId) -> None:
+        self.ownership.release(request)
+        notes.released(request)
 
     # -- host memory --------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from retire.authority.tag import Tag
 from retire.core.errors import InvariantViolation
 from retire.core.types import BlockRef, KVGroup, RequestId, TenantId
+from retire.engine import notes
 from retire.engine.plan import PlannedRows, Receipt, StepPlan
 from retire.engine.rates import Rates
 from retire.kv.ownership import Ownership
@@ -146,6 +147,7 @@ class Steps:
             self._plans.append(plan)
             self._unpublished[plan.seq] = self._scheduling
             output.retire_plan = plan
+            notes.launched(plan)
         return [planned.request for planned in rows]
 
     def _rows(self, tracked: Tracked, rid: RequestId, tokens: int, *, alone: bool) -> PlannedRows:
@@ -189,6 +191,7 @@ class Steps:
             return
         if receipt is None or receipt.seq != plan.seq or self._plans.popleft().seq != plan.seq:
             raise InvariantViolation(f"invariant 7: step {plan.seq} ended without its receipt")
+        notes.received(plan, receipt)
         del self._unpublished[plan.seq]
         for rows, end in zip(plan.rows, receipt.ends, strict=True):
             tracked = self.requests.get(rows.request)
@@ -212,6 +215,7 @@ class Steps:
             tracked.grid_tokens = rows.end
         tracked.frontier_tokens = min(rows.end, request.num_tokens)
         self._engine.publish(request, tracked.frontier_tokens)
+        notes.shared(rows.request, tracked.frontier_tokens)
 
     def preempted(self, request_id: RequestId) -> None:
         """The request lost its blocks and starts over."""

@@ -21,6 +21,7 @@ from retire.authority.table import AuthorityTable
 from retire.core import fence
 from retire.core.fence import Choice
 from retire.core.types import RequestId
+from retire.engine import notes
 from retire.engine.ahead import RunAhead, run_ahead
 from retire.engine.plan import Cut, Phase, PlannedRows, Receipt, StepPlan
 from retire.settings import Settings
@@ -341,6 +342,7 @@ class StepGuard:
 
     def _note(self, rows: PlannedRows, choice: Choice, cost: dict[Choice, int], end: int) -> None:
         at_ns = self._last_ns if choice is Choice.KEEP else self._closed_ns()
+        notes.cut(self._armed_plan(), rows, choice, end, self._layer, self._table)
         self._cuts.append(Cut(rows.request, choice, cost, self._layer, end, at_ns, self._phase))
 
     def uncut(self) -> None:

@@ -3,7 +3,7 @@
 `schema`: what a record holds.  `recorder`: where records go.  The checker (`retire.checker`) shares the schema alone.
 """
 
-from .recorder import audits, note
-from .schema import NOWHERE, Kind
+from .recorder import audits, newest, note
+from .schema import NOWHERE, U64, Kind, ticket_word
 
-__all__ = ["NOWHERE", "Kind", "audits", "note"]
+__all__ = ["NOWHERE", "U64", "Kind", "audits", "newest", "note", "ticket_word"]

@@ -166,6 +166,11 @@ def note(kind: Kind, **fields: int) -> None:
     (_recorder or recorder()).note(kind, **fields)
 
 
+def newest() -> int:
+    """Number of this process's newest record."""
+    return (_recorder or recorder()).records
+
+
 def audits() -> bool:
     """Whether every frame and every row is asked for."""
     if _recorder is None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
 
@@ -48,7 +48,7 @@ _HEADER: Final = struct.Struct("<8sQQQQ80s")
 class Kind(IntEnum):
     """What happened.  `seen` and `word` are as above unless said otherwise."""
 
-    OPENED = 1  # the table, by its owner.  a: scope slots per tenant, b: the epoch that unknown scopes start above
+    OPENED = 1  # the table, by its owner.  a: scope slots per tenant, b: unknown scopes start above it, c: its identity
     PLACED = 2  # a scope has this slot, from raw word `seen` on
     ADVANCED = 3  # the one store: `seen` took the place of `word`
     CANCELLED = 4  # a tombstone: `seen` took the place of `word`
@@ -56,25 +56,99 @@ class Kind(IntEnum):
     ISSUED = 6  # a ticket under `word`
     RETURNED = 7  # a ticket
     FRAME = 8  # audit: a frame went out.  a: which, b: digest of its bytes, c: their number
-    RESPONSE = 9  # a scoped response is over.  a: frames that passed the gate; `seen` at the last; flag 1: revoked
+    RESPONSE = 9  # a scoped response is over.  a: frames that passed; `seen` at the last, b: newest record then
     WITHHELD = 10  # the gate let a frame not pass
     CLOSED = 11  # the table, in order
+    MAPPED = 12  # the table, by another process.  c: its identity
 
     ADMITTED = 20  # the engine has the request
-    LAUNCHED = 21  # rows of a step.  a: the step, b: first token, c: beyond the last
-    RECEIPT = 22  # of a step.  a, b: as LAUNCHED, c: computed up to here in every layer; flag 1: cut, 2: step stopped
-    STEPPED = 23  # the core took an event.  a: `core_step`, b: bit mask of its effects
+    LAUNCHED = 21  # rows of a step: more than one, or audit.  a: the step, b: first token, c: beyond the last
+    RECEIPT = (
+        22  # of those rows.  a, b: as LAUNCHED, c: computed up to here in every layer; flag 1: fewer than launched
+    )
+    STEPPED = 23  # the core took an event.  a: `core_step`, b: bit mask of its `EFFECTS`; epoch: after it
     PINNED = 24  # blocks of a request that is over.  a: how many, b: tokens completed, c: digest of block ids
     RELEASED = 25  # those pins
     CERTIFIED = 26  # request may adopt.  a: tokens, b: digest of block ids, c: whose; flag 1: from host memory
     ADOPTED = 27  # request did.  a: tokens, b: digest; flag 1: not comparable (host memory, or windows moved on)
-    COLD = 28  # request starts without.  a: number of the refusal
-    SHARED = 29  # the prefix cache serves the request's blocks.  a: up to this token
+    COLD = 28  # request starts without.  a: place in `REFUSALS`
+    SHARED = 29  # audit: the prefix cache serves the request's blocks.  a: up to this token
     GONE = 30  # request has left the engine
-    ENDED = 31  # a transition.  a: number of its outcome
+    ENDED = 31  # a transition.  a: place in `OUTCOMES`
     PREEMPTED = 32  # request has lost its blocks and starts over
 
     CUT = 40  # a worker decided about running rows.  a: the step, b: they go on up to here, c: layer; flags: the choice
+
+
+# Names that a number in a record stands for: its place here.  Names are added at the end, never moved.
+PLACES: Final = ("IDLE", "FENCE", "ALIGN", "RESUME", "CANCELLED")
+EVENTS: Final = (
+    "EpochAdvanced",
+    "RequestAdmitted",
+    "RequestClosed",
+    "RequestFinished",
+    "CertificateAdopted",
+    "AdoptionFailed",
+    "PagesOffloaded",
+    "PinsExpired",
+    "CertificatesRevoked",
+    "ScopeCancelled",
+)
+EFFECTS: Final = (
+    "CloseRequests",
+    "InstallCertificate",
+    "StartCold",
+    "StartFresh",
+    "OffloadPages",
+    "ReturnBlocks",
+    "ReleasePins",
+    "ReportStage",
+    "ReportClosed",
+)
+
+
+REFUSALS: Final = (
+    "not_wanted",
+    "no_predecessor",
+    "no_common_prefix",
+    "nothing_completed",
+    "window_slid",
+    "fingerprint",
+    "generation",
+    "tenant",
+    "quota",
+    "unprofitable",
+    "off_grid",
+    "exact_unavailable",
+    "expired",
+    "deadline",
+    "revoked",
+    "corrupt",
+    "transfer",
+)
+OUTCOMES: Final = ("inherited", "cold", "overtaken", "client_lost", "expired", "cancelled")
+
+
+def core_step(before: str, event: str, after: str) -> int:
+    """Names of the core's places and events as one word, a byte each."""
+    return PLACES.index(before) | EVENTS.index(event) << 8 | PLACES.index(after) << 16
+
+
+def core_step_names(word: int) -> tuple[str, str, str]:
+    """What `core_step` packed."""
+    return PLACES[word & 0xFF], EVENTS[word >> 8 & 0xFF], PLACES[word >> 16 & 0xFF]
+
+
+class _Ticket(Protocol):
+    @property
+    def row(self) -> int: ...
+    @property
+    def incarnation(self) -> int: ...
+
+
+def ticket_word(ticket: _Ticket) -> int:
+    """A ticket as a record names it."""
+    return (ticket.row << 32 | ticket.incarnation & 0xFFFF_FFFF) & U64
 
 
 class Record(NamedTuple):

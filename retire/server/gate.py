@@ -15,7 +15,10 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Literal
 
+from xxhash import xxh3_64_intdigest
+
 from retire.authority.store import ScopeView
+from retire.authority.table import scope_key
 from retire.authority.tag import EPOCH_KEY, PREFIX, SCOPE_KEY, Tag, to_xargs
 from retire.core.certificate import common_prefix
 from retire.core.errors import (
@@ -26,6 +29,7 @@ from retire.core.errors import (
     Unsupported,
 )
 from retire.core.types import EPOCH_MAX, Epoch, ScopeId, TenantId, Ticket
+from retire.journal import U64, Kind, audits, newest, note, ticket_word
 from retire.server import metrics
 from retire.server.frames import CHOICES_MAX, Count, Frames, dumps
 from retire.server.outlet import Outlet
@@ -495,6 +499,8 @@ class Stream:
         self._complete = False
         self._start: Message | None = None
         self._started = False
+        self._passed = 0, 0, 0  # messages through the last gate, the word seen at the last, newest record then
+        self._key = scope_key(view.tenant, view.scope) & U64
         self._outlet: Outlet | None = None
         self._buffer: list[bytes] = []
         self._prompts: list[list[int]] = []
@@ -598,6 +604,8 @@ class Stream:
         A ticket that lost its epoch keeps its row limit until the last receipt: a promised prefix is still wanted.
         """
         service, view = self._service, self._view
+        frames, seen, newest_then = self._passed
+        self._note(Kind.RESPONSE, seen=seen, a=frames, b=newest_then)
         service.detach(view.tenant, view.scope, self, ended_by_itself=not self._revoked.is_set())
         if self._fenced is None:
             service.authority.lower(self._ticket, 0)
@@ -717,17 +725,39 @@ class Stream:
             await self._room()
             if self._closed:
                 return
-            if not self._service.authority.current(self._ticket):
+            seen = self._service.authority.seen(self._ticket)
+            if seen != self._ticket.raw:
+                self._note(Kind.WITHHELD, seen=seen)
                 metrics.SUPPRESSED.inc()
                 self._closed = True
                 self._revoked.set()
                 return
             await self._exchange.send(message)  # does not suspend: the transport was drained just now
             self._started = True
+            self._passed = self._passed[0] + 1, seen, self._note_frame(message, seen)
         self._frames.account(counts)
         self._complete = messages[-1]["type"] == "http.response.body" and not messages[-1].get("more_body", False)
         if self._record is not None and counts and self._record.first_frame_ns is None:
             self._record.first_frame_ns = now_ns()
+
+    def _note_frame(self, message: Message, seen: int) -> int:
+        """Journal a frame that has passed, if every one is asked for.  Gives the number of the newest record."""
+        if audits():
+            body: bytes = message.get("body", b"")
+            self._note(Kind.FRAME, seen=seen, a=self._passed[0] + 1, b=xxh3_64_intdigest(body), c=len(body))
+        return newest()
+
+    def _note(self, kind: Kind, **fields: int) -> None:
+        """Journal something about this response."""
+        note(
+            kind,
+            slot=self._ticket.slot,
+            word=self._ticket.raw,
+            epoch=self.epoch,
+            key=self._key,
+            ticket=ticket_word(self._ticket),
+            **fields,
+        )
 
     async def _room(self) -> None:
         await self._drain()

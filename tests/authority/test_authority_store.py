@@ -78,7 +78,7 @@ def fill(authority: Authority, count: int = 40) -> None:
 
 
 def held(authority: Authority, scope: str) -> bool:
-    return authority._table.find(0, store._scope_key(T, scope)) is not None
+    return authority._table.find(0, store.scope_key(T, scope)) is not None
 
 
 # -- validation
@@ -745,7 +745,7 @@ def _header_clean(path: Path) -> bool:
 
 
 def _recorded_epoch(authority: Authority, scope: str) -> int:
-    recorded = authority._record.lookup(T, store._scope_key(T, scope))
+    recorded = authority._record.lookup(T, store.scope_key(T, scope))
     assert recorded is not None
     return recorded.epoch
 
