@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from importlib import metadata, util
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -20,7 +21,7 @@ import httpx
 from retire import __version__, models
 from retire.core.errors import RetireError
 from retire.core.quantum import Policy
-from retire.settings import ARM_ENV, DRAM_ENV, PLUGIN_NAME, POLICY_ENV, size_bytes
+from retire.settings import ARM_ENV, AUDIT_ENV, DRAM_ENV, JOURNAL_ENV, PLUGIN_NAME, POLICY_ENV, size_bytes
 from retire.tenants import TENANTS_ENV
 
 SERVER_MODULE: Final = "vllm.entrypoints.launchers.api_server.entry"
@@ -36,6 +37,7 @@ _SETTINGS: Final = {
     "retire_arm_ms": ARM_ENV,
     "retire_tenants": TENANTS_ENV,
     "retire_dram_bytes": DRAM_ENV,
+    "retire_journal": JOURNAL_ENV,
 }
 _COMPILATION_FLAGS: Final = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "--optimization-level")
 _LOADED_UNLESS_LISTED: Final = (  # vLLM's groups that an unset VLLM_PLUGINS loads in full
@@ -100,6 +102,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     serve.add_argument(
         "--retire-dram-bytes", type=_size, metavar="SIZE", help="host memory for KV pages, e.g. 2GiB; 0 for none"
     )
+    serve.add_argument("--retire-journal", metavar="DIR", help="keep what every process does, for `retire check`")
+    serve.add_argument(
+        "--retire-audit", action="store_true", help="the journal has every frame and every row of a step as well"
+    )
     serve.set_defaults(run=_serve, takes_rest=True)
 
     for name, run, about in (
@@ -124,6 +130,14 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         client.add_argument("--url", default=os.environ.get("RETIRE_URL", DEFAULT_URL), help="default: %(default)s")
         client.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), help="default: $VLLM_API_KEY")
 
+    check = commands.add_parser(
+        "check",
+        help="hold a server's journal against the invariants",
+        description="Exit status: 0 when all of them hold, 1 when one is violated, 2 when not enough was recorded.",
+    )
+    check.add_argument("paths", metavar="PATH", nargs="+", type=Path, help="files, also .gz and .xz, or folders")
+    check.set_defaults(run=_check)
+
     doctor = commands.add_parser("doctor", help="check this installation's patches against its vLLM")
     doctor.set_defaults(run=_doctor)
 
@@ -141,6 +155,19 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if unknown := [flag for flag in rest if args.command == "serve" and flag.startswith("--retire-")]:
         serve.error(f"unrecognized arguments: {' '.join(unknown)}")
     return args, rest
+
+
+def _check(args: argparse.Namespace, _rest: list[str]) -> int:
+    from retire import checker
+
+    try:
+        journals, strangers = checker.read(args.paths)
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}", Exit.USAGE)
+    report = checker.examine(journals, strangers)
+    for line in checker.told(report):
+        print(line)
+    return report.status
 
 
 def _size(text: str) -> int:
@@ -213,6 +240,8 @@ def _serve(args: argparse.Namespace, flags: list[str]) -> int:
     for name, variable in _SETTINGS.items():
         if (value := getattr(args, name)) is not None:
             os.environ[variable] = str(value)
+    if args.retire_audit:
+        os.environ[AUDIT_ENV] = "1"
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", SERVER_MODULE, *arguments])  # noqa: S606 - becomes the server
 
