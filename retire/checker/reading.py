@@ -7,20 +7,22 @@ is told.  A file that ends early, or in a torn record, ends where its process wa
 
 from __future__ import annotations
 
-import gzip
 import lzma
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from retire.journal.schema import RECORD_BYTES, Head, Record, unpack, unpack_head
 
-_OPENERS: Final[dict[str, Callable[[Path], gzip.GzipFile | lzma.LZMAFile]]] = {
-    ".gz": gzip.GzipFile,
-    ".xz": lzma.LZMAFile,
-}
-_CHUNK: Final = 1 << 20
+_GZIP: Final = 31  # zlib's window bits for a gzip header
+
+
+class _Unpacking(Protocol):
+    @property
+    def eof(self) -> bool: ...
+    def decompress(self, data: bytes, /) -> bytes: ...
 
 
 @dataclass
@@ -55,7 +57,7 @@ def read(paths: Iterable[Path]) -> tuple[list[Journal], list[str]]:
         data, whole = _content(path)
         head = unpack_head(data)
         if head is None:
-            if data.strip(b"\0"):  # else the process was killed before it wrote anything
+            if data.strip(b"\0") or not whole:  # else the process was killed before it wrote anything
                 strangers.append(f"{path.name}: no journal of this version")
             continue
         journal = lives.setdefault(head.life, Journal(head))
@@ -78,17 +80,18 @@ def _files(paths: Iterable[Path]) -> Iterable[Path]:
 
 def _content(path: Path) -> tuple[bytes, bool]:
     """All that can be had of a file, and whether that is all of it."""
-    opener = _OPENERS.get(path.suffix)
-    if opener is None:
-        return path.read_bytes(), True
-    data = bytearray()
+    data = path.read_bytes()
+    unpacking: _Unpacking
+    if path.suffix == ".gz":
+        unpacking = zlib.decompressobj(_GZIP)
+    elif path.suffix == ".xz":
+        unpacking = lzma.LZMADecompressor()
+    else:
+        return data, True
     try:
-        with opener(path) as stream:
-            while chunk := stream.read(_CHUNK):
-                data += chunk
-    except (EOFError, OSError, lzma.LZMAError):
-        return bytes(data), False
-    return bytes(data), True
+        return unpacking.decompress(data), unpacking.eof
+    except (zlib.error, lzma.LZMAError):
+        return b"", False
 
 
 def _records(data: bytes, journal: Journal, name: str) -> list[Record]:
