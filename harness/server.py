@@ -22,6 +22,8 @@ from typing import Self
 import httpx
 
 from harness.client import http
+from retire import checker
+from retire.settings import AUDIT_ENV, JOURNAL_ENV
 
 START_TIMEOUT_S = 300.0
 
@@ -43,6 +45,7 @@ class Server:
 
     `flags`: vLLM's own.  `patched`: whether `VLLM_PLUGINS` names retire; an unpatched one is plain vLLM.
     `preforked`: start in a third of the time, see `harness.preforked`; nothing that is measured starts so.
+    `journaled`: it keeps a journal with every frame and row, which `examined` reads.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Server:
         *,
         patched: bool = True,
         preforked: bool = False,
+        journaled: bool = False,
         env: Mapping[str, str] | None = None,
         state_dir: Path | None = None,
     ) -> None:
@@ -75,6 +79,9 @@ class Server:
             "VLLM_NO_USAGE_STATS": "1",
             **(env or {}),
         }
+        self._journal = Path(self._scratch.name) / "journal" if journaled and patched else None
+        if self._journal is not None:
+            self._env |= {JOURNAL_ENV: str(self._journal), AUDIT_ENV: "1"}
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -158,6 +165,12 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
+
+    def examined(self) -> checker.Report | None:
+        """What the checker says of its journal, of all its lives so far; None where it kept none."""
+        if self._journal is None or not self._journal.exists():
+            return None
+        return checker.examine(*checker.read([self._journal]))
 
     def close(self) -> None:
         """Stop and remove the scratch directory."""

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from harness.client import http
 from harness.server import Server, ServerFailed, start_side_by_side
-from retire import models
+from retire import checker, models
 
 # How long an example takes is the machine's business, not the code's.
 settings.register_profile("retire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -49,15 +49,24 @@ def served(model: str, flags: tuple[str, ...] = TINY_FLAGS, **more: Any) -> Iter
 def all_served(made: Mapping[str, tuple[str, dict[str, Any], tuple[str, ...]]]) -> Iterator[dict[str, Server]]:
     """Servers by name, made of (model, `Server`'s keyword arguments, flags), for as long as the fixture lives."""
     servers = {
-        name: Server(models.resolve(model), flags, **{"preforked": True, **more})
+        name: Server(models.resolve(model), flags, **{"preforked": True, "journaled": True, **more})
         for name, (model, more, flags) in made.items()
     }
     try:
         start_side_by_side(list(servers.values()))
         yield servers
     finally:
+        reports = {name: _stopped(server) for name, server in servers.items()}
         for server in servers.values():
             server.close()
+    for name, report in reports.items():
+        assert report is None or not report.violated, (name, [str(finding) for finding in report.violated[:20]])
+
+
+def _stopped(server: Server) -> checker.Report | None:
+    """What the server's journal says, once nobody writes it any more."""
+    server.stop()
+    return server.examined()
 
 
 def all_failed(servers: Mapping[str, Server]) -> Iterator[Mapping[str, Server]]:
