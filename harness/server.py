@@ -79,9 +79,9 @@ class Server:
             "VLLM_NO_USAGE_STATS": "1",
             **(env or {}),
         }
-        self._journal = Path(self._scratch.name) / "journal" if journaled and patched else None
-        if self._journal is not None:
-            self._env |= {JOURNAL_ENV: str(self._journal), AUDIT_ENV: "1"}
+        self.journal_dir = Path(self._scratch.name) / "journal" if journaled and patched else None
+        if self.journal_dir is not None:
+            self._env |= {JOURNAL_ENV: str(self.journal_dir), AUDIT_ENV: "1"}
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -168,9 +168,9 @@ class Server:
 
     def examined(self) -> checker.Report | None:
         """What the checker says of its journal, of all its lives so far; None where it kept none."""
-        if self._journal is None or not self._journal.exists():
+        if self.journal_dir is None or not self.journal_dir.exists():
             return None
-        return checker.examine(*checker.read([self._journal]))
+        return checker.examine(*checker.read([self.journal_dir]))
 
     def close(self) -> None:
         """Stop and remove the scratch directory."""
