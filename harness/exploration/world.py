@@ -25,6 +25,7 @@ from retire.core import effects as do
 from retire.core import events as ev
 from retire.core.errors import InvariantViolation, ProtocolError
 from retire.core.invariants import Invariant, require
+from retire.core.transition import place_name
 from retire.core.types import (
     BlockId,
     BlockRef,
@@ -147,6 +148,16 @@ class Move(NamedTuple):
 Step = Callable[[ScopeState, Event, Geometry], tuple[ScopeState, tuple[Effect, ...]]]
 
 
+Edge = tuple[str, str, str, frozenset[str]]
+"""A kind of step of the core: place before, event, place after, kinds of effects."""
+
+
+def edge(before: ScopeState, event: Event, after: ScopeState, effects: Sequence[Effect]) -> Edge:
+    """Of one step."""
+    kinds = frozenset(type(effect).__name__ for effect in effects)
+    return place_name(before.place), type(event).__name__, place_name(after.place), kinds
+
+
 class Violated(AssertionError):
     """A state or a move broke an invariant."""
 
@@ -179,6 +190,7 @@ class World:
 class Rules:
     """Moves of one world.  Keeps what the core answered, so that every question is asked once.
 
+    `relation`: every kind of step that the core has taken.
     `draft`, `core`: what carries moves out and what answers events; others than these have a defect.
     """
 
@@ -191,6 +203,7 @@ class Rules:
         self._pins: list[tuple[tuple[int, tuple[tuple[int, int], ...]], ...]] = []
         self._memo: dict[Any, tuple[int, tuple[Effect, ...]] | None] = {}
         self._names: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.relation: set[Edge] = set()
         self.pieces = [
             [self._pieces_of(tenant, tokens) for tokens in prompts]
             for tenant, prompts in zip(world.tenants, world.prompts, strict=True)
@@ -252,8 +265,10 @@ class Rules:
                 offloads=self.world.host_memory,
             )
             try:
-                after, effects = self._core(self._states[number], event, env)
+                before = self._states[number]
+                after, effects = self._core(before, event, env)
                 self._memo[key] = self._number(after), effects
+                self.relation.add(edge(before, event, after, effects))
             except ProtocolError:
                 self._memo[key] = None
         return self._memo[key]

@@ -11,6 +11,8 @@ from harness.exploration.world import World
 PLAN = ((1, 2, 3, 4, 5), (1, 2, 6, 7, 8), (1, 2, 6, 7, 9))
 # One block and a token more, which every version keeps.
 SHORT = ((1, 2, 3), (1, 2, 4), (1, 2, 5))
+# The second keeps nothing of the first.
+ANOTHER = ((1, 2, 3), (7, 8, 9))
 DEATHS = ("engine", "api", "host")
 
 SMALL = (
@@ -19,6 +21,7 @@ SMALL = (
     World("participants", (PLAN[:2],), ("acme",), participants=2, losses=True),
     World("deaths", (SHORT[:2],), ("acme",), losses=True, crashes=DEATHS, faults=1, blocks=2),
     World("host memory", (PLAN[:2],), ("acme",), contracts=("dram",), host_memory=True, blocks=2, expiry=True),
+    World("nothing in common", (ANOTHER,), ("acme",), losses=True, expiry=True, blocks=2),
     World("cancellation", (SHORT[:2],), ("acme",), losses=True, echoes=True, cancels=True, blocks=2),
     World("two tenants", (SHORT[:2], SHORT[:1]), ("acme", "initech"), blocks=2),
     World("one tenant", (SHORT[:2], SHORT[:1]), ("acme", "acme"), blocks=2),
