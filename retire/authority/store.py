@@ -30,7 +30,7 @@ from retire.authority.record import Change, Idempotent, Record, Recorded
 from retire.authority.table import CANCELLED, PAUSED, AuthorityTable, scope_key
 from retire.core.errors import EpochConflict, EpochRevoked, InvalidRequest, InvariantViolation, NotFound, SeamError
 from retire.core.types import EPOCH_MAX, SCOPE_MAX_CHARS, Epoch, ScopeId, TenantId, Ticket
-from retire.journal import U64, Kind, note, ticket_word
+from retire.journal import Kind, note, under
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -251,7 +251,7 @@ class Authority:
             key = scope_key(tenant, scope)
             cancelled = self._table.cancel(view.slot, key, transition)
             if cancelled != view.raw:  # now, not before
-                self._note(Kind.CANCELLED, key, view, seen=cancelled, word=view.raw, transition=transition)
+                self._note(Kind.CANCELLED, view, cancelled, transition=transition)
             view = self._view(tenant, scope, view.slot)
         self._record.put(tenant, key, scope, view.epoch, True)
         self._record.sync()
@@ -285,9 +285,7 @@ class Authority:
             if self._table.raw(view.slot) != view.raw:  # superseded, or moved to another slot
                 view = self.resolve(view.tenant, view.scope, view.epoch)
             ticket = self._table.issue(view.slot, view.raw)
-            self._note(
-                Kind.ISSUED, scope_key(view.tenant, view.scope), view, seen=view.raw, word=view.raw, ticket=ticket
-            )
+            self._note(Kind.ISSUED, view, view.raw, ticket=under(ticket)["ticket"])
             return ticket
 
     def lower(self, ticket: Ticket, limit_tokens: int) -> None:
@@ -297,18 +295,14 @@ class Authority:
     def release(self, ticket: Ticket) -> None:
         """The request is over."""
         self._table.release(ticket)
-        note(Kind.RETURNED, slot=ticket.slot, word=ticket.raw, ticket=ticket_word(ticket))
+        note(Kind.RETURNED, **under(ticket))
 
     def holds(self, ticket: Ticket) -> bool:
         """Whether the ticket still has authority and its work is wanted."""
         return self._table.holds(ticket)
 
-    def current(self, ticket: Ticket) -> bool:
-        """Whether the ticket's version still has authority: one load."""
-        return self._table.current(ticket)
-
     def seen(self, ticket: Ticket) -> int:
-        """The raw word of the ticket's scope: it has authority as long as this is its own."""
+        """The raw word of the ticket's scope: it has authority as long as this is its own.  One load."""
         return self._table.raw(ticket.slot)
 
     # -- idempotency
@@ -486,14 +480,14 @@ class Authority:
     def _insert(self, index: int, key: int, epoch: int, cancelled: bool) -> int:
         slot = self._table.insert(index, key, epoch, cancelled)
         raw = self._synced_raws[slot] = self._table.raw(slot)
-        note(Kind.PLACED, slot=slot, seen=raw, epoch=epoch, key=key & U64)
+        note(Kind.PLACED, slot=slot, seen=raw, epoch=epoch, key=key)
         return slot
 
     def _revive(self, view: ScopeView, epoch: int) -> ScopeView:
         """Durable before anybody is told: the new epoch may lie any number of strides ahead."""
         key = scope_key(view.tenant, view.scope)
         raw = self._table.revive(view.slot, key, epoch)
-        note(Kind.REVIVED, slot=view.slot, seen=raw, word=view.raw, epoch=epoch, key=key & U64)
+        self._note(Kind.REVIVED, view, raw, epoch=epoch)
         self._record.put(view.tenant, key, view.scope, epoch, False)
         self._record.sync()
         return self._view(view.tenant, view.scope, view.slot)
@@ -518,23 +512,15 @@ class Authority:
             return Advanced(slot, view.raw, Epoch(epoch - 1), epoch)
         if expected not in ("*", epoch):
             raise EpochConflict(f"epoch {expected} is not current", param="expected_epoch", current_epoch=epoch)
-        key = scope_key(view.tenant, view.scope)
-        raw = self._table.advance(slot, key, view.raw, transition)
-        note(
-            Kind.ADVANCED,
-            slot=slot,
-            seen=raw,
-            word=view.raw,
-            epoch=epoch + 1,
-            key=key & U64,
-            transition=transition,
-        )
+        raw = self._table.advance(slot, scope_key(view.tenant, view.scope), view.raw, transition)
+        self._note(Kind.ADVANCED, view, raw, epoch=epoch + 1, transition=transition)
         return Advanced(slot, raw, epoch, Epoch(epoch + 1))
 
-    def _note(self, kind: Kind, key: int, view: ScopeView, *, ticket: Ticket | None = None, **fields: int) -> None:
-        """Journal something about the viewed version."""
-        row = 0 if ticket is None else ticket_word(ticket)
-        note(kind, slot=view.slot, epoch=view.epoch, key=key & U64, ticket=row, **fields)
+    def _note(self, kind: Kind, view: ScopeView, seen: int, *, epoch: int | None = None, **fields: int) -> None:
+        """Journal what was done to the viewed version, and the word it left.  `epoch`: where it is another one."""
+        key = scope_key(view.tenant, view.scope)
+        epoch = view.epoch if epoch is None else epoch
+        note(kind, slot=view.slot, seen=seen, word=view.raw, epoch=epoch, key=key, **fields)
 
     def _view(self, tenant: str, scope: str, slot: int) -> ScopeView:
         words = self._table.read(slot)

@@ -224,7 +224,7 @@ class _Process:
     def _passed_at(self, record: Record, newest: int) -> None:
         """Invariant 1: the last frame was before the record of the store that took its authority."""
         replaced = self._replaced.get((record.slot, record.word))
-        if replaced is not None and replaced < newest + (record.kind is Kind.RESPONSE):
+        if replaced is not None and replaced <= newest:
             self._violated(1, record, f"a frame of word {record.word} passed after record {replaced} had replaced it")
 
     def _withheld(self, record: Record) -> None:

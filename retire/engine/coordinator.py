@@ -262,8 +262,6 @@ class Coordinator:
 
     def preempted(self, request_id: str) -> None:
         """The request lost its blocks and starts over."""
-        if self.is_scoped(request_id):
-            notes.preempted(RequestId(request_id))
         self._steps.preempted(RequestId(request_id))
 
     # -- authority ------------------------------------------------------------------------------------------------

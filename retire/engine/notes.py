@@ -13,8 +13,8 @@ from xxhash import xxh3_64_intdigest
 
 from retire.authority.table import AuthorityTable, scope_key
 from retire.core.transition import ScopeState, place_name
-from retire.core.types import BlockRef, Certificate, Holding, Outcome, Refusal, RequestId, Tier, TransitionId
-from retire.journal import U64, Kind, audits, note, ticket_word
+from retire.core.types import BlockRef, Certificate, Holding, Outcome, PageRef, Refusal, RequestId, Tier, TransitionId
+from retire.journal import Kind, audits, note, under
 from retire.journal.schema import EFFECTS, OUTCOMES, REFUSALS, core_step
 
 if TYPE_CHECKING:
@@ -34,6 +34,11 @@ def request_hash(request: str) -> int:
     return xxh3_64_intdigest(request.encode())
 
 
+def _block_ids(groups: Iterable[Iterable[PageRef]]) -> list[list[int | None]]:
+    """Per group; None for what lies in host memory, or nowhere."""
+    return [[page.block if isinstance(page, BlockRef) else None for page in group] for group in groups]
+
+
 def blocks_digest(blocks: Iterable[Iterable[int | None]]) -> int:
     """Of block ids per group."""
     return xxh3_64_intdigest(repr([list(group) for group in blocks]).encode())
@@ -44,12 +49,10 @@ def admitted(request: RequestId, tag: Tag, table: AuthorityTable) -> None:
     ticket = tag.ticket
     note(
         Kind.ADMITTED,
-        slot=ticket.slot,
+        **under(ticket),
         seen=table.raw(ticket.slot),
-        word=ticket.raw,
         epoch=tag.epoch,
-        key=scope_key(tag.tenant, tag.scope) & U64,
-        ticket=ticket_word(ticket),
+        key=scope_key(tag.tenant, tag.scope),
         request=request_hash(request),
     )
 
@@ -71,9 +74,7 @@ def received(plan: StepPlan, receipt: Receipt) -> None:
 def _rows(kind: Kind, plan: StepPlan, rows: PlannedRows, end: int, flags: int = 0) -> None:
     note(
         kind,
-        slot=rows.ticket.slot,
-        word=rows.ticket.raw,
-        ticket=ticket_word(rows.ticket),
+        **under(rows.ticket),
         request=request_hash(rows.request),
         a=plan.seq,
         b=rows.start,
@@ -87,10 +88,8 @@ def cut(plan: StepPlan, rows: PlannedRows, choice: Choice, end: int, layer: int,
     ticket = rows.ticket
     note(
         Kind.CUT,
-        slot=ticket.slot,
+        **under(ticket),
         seen=table.raw(ticket.slot),
-        word=ticket.raw,
-        ticket=ticket_word(ticket),
         request=request_hash(rows.request),
         a=plan.seq,
         b=end,
@@ -108,8 +107,8 @@ def stepped(before: ScopeState, event: Event, after: ScopeState, effects: tuple[
     note(
         Kind.STEPPED,
         epoch=after.epoch,
-        key=scope_key(after.tenant, after.scope) & U64,
-        transition=0 if transition is None else _number(transition.id),
+        key=scope_key(after.tenant, after.scope),
+        transition=_number(None if transition is None else transition.id),
         a=core_step(place_name(before.place), type(event).__name__, place_name(after.place)),
         b=bits,
     )
@@ -117,7 +116,7 @@ def stepped(before: ScopeState, event: Event, after: ScopeState, effects: tuple[
 
 def pinned(holding: Holding) -> None:
     """Blocks of a request are kept for a successor."""
-    ids = [[page.block if isinstance(page, BlockRef) else None for page in group] for group in holding.groups]
+    ids = _block_ids(holding.groups)
     note(
         Kind.PINNED,
         request=request_hash(holding.request),
@@ -136,13 +135,11 @@ def certified(certificate: Certificate, tenant: TenantId, scope: str) -> None:
     """The target may adopt."""
     note(
         Kind.CERTIFIED,
-        key=scope_key(tenant, scope) & U64,
+        key=scope_key(tenant, scope),
         transition=_number(certificate.transfer),
         request=request_hash(certificate.target),
         a=certificate.tokens,
-        b=blocks_digest(
-            [page.block if isinstance(page, BlockRef) else None for page in group] for group in certificate.groups
-        ),
+        b=blocks_digest(_block_ids(certificate.groups)),
         c=request_hash(certificate.source),
         flags=FROM_HOST_MEMORY if certificate.tier is Tier.DRAM else 0,
     )
@@ -168,7 +165,7 @@ def cold(request: RequestId, refusal: Refusal, transition: TransitionId | None) 
     note(
         Kind.COLD,
         request=request_hash(request),
-        transition=0 if transition is None else _number(transition),
+        transition=_number(transition),
         a=REFUSALS.index(refusal.value),
     )
 
@@ -194,8 +191,10 @@ def ended(transition: TransitionId, outcome: Outcome) -> None:
     note(Kind.ENDED, transition=_number(transition), a=OUTCOMES.index(outcome.value))
 
 
-def _number(transition: TransitionId) -> int:
-    """An id is 128 bits in hexadecimal; tests name them as they like."""
+def _number(transition: TransitionId | None) -> int:
+    """An id is 128 bits in hexadecimal; tests name them as they like.  0 for none."""
+    if transition is None:
+        return 0
     try:
         return int(transition, 16) & (1 << 128) - 1
     except ValueError:

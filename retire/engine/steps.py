@@ -223,3 +223,4 @@ class Steps:
         if tracked is not None:
             tracked.started, tracked.frontier_tokens, tracked.written_rows, tracked.grid_tokens = False, 0, 0, 0
             tracked.blocks, tracked.lost_until = (), self._seq
+            notes.preempted(request_id)

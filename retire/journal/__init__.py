@@ -4,6 +4,6 @@
 """
 
 from .recorder import audits, newest, note
-from .schema import NOWHERE, U64, Kind, ticket_word
+from .schema import NOWHERE, U64, Kind, under
 
-__all__ = ["NOWHERE", "U64", "Kind", "audits", "newest", "note", "ticket_word"]
+__all__ = ["NOWHERE", "U64", "Kind", "audits", "newest", "note", "under"]

@@ -18,14 +18,13 @@ import time
 from pathlib import Path
 from typing import Final
 
-from retire.journal.schema import NOWHERE, RECORD_BYTES, Head, Kind, pack, pack_head
+from retire.journal.schema import NOWHERE, RECORD_BYTES, U64, Head, Kind, pack, pack_head
 from retire.settings import Settings
 
 _log = logging.getLogger("vllm.retire")
 RING_RECORDS: Final = 16_384  # 2 MiB
 FILES_KEPT: Final = 64
 SUFFIX: Final = ".journal"
-_LOW: Final = 2**64 - 1
 
 
 class Recorder:
@@ -72,16 +71,16 @@ class Recorder:
         c: int = 0,
         flags: int = 0,
     ) -> None:
-        """Write one record; fields are those of `schema`."""
+        """Write one record; fields are those of `schema`.  Of `key`, a scope's in the table, 64 bits are kept."""
         at_ns = time.monotonic_ns()
-        low, high = transition & _LOW, transition >> 64
+        low, high = transition & U64, transition >> 64
         what = kind | flags << 8
         with self._lock:
             if self._place >= self._records:
                 self._turn()
             seq = self._seq = self._seq + 1
             place, self._place = self._place, self._place + 1
-            words = (seq, at_ns, what, slot, seen, word, epoch, key, low, high, ticket, request, a, b, c)
+            words = (seq, at_ns, what, slot, seen, word, epoch, key & U64, low, high, ticket, request, a, b, c)
             pack(self._view, (place + 1) * RECORD_BYTES, words)
 
     def _turn(self) -> None:

@@ -63,9 +63,7 @@ class Kind(IntEnum):
 
     ADMITTED = 20  # the engine has the request
     LAUNCHED = 21  # rows of a step: more than one, or audit.  a: the step, b: first token, c: beyond the last
-    RECEIPT = (
-        22  # of those rows.  a, b: as LAUNCHED, c: computed up to here in every layer; flag 1: fewer than launched
-    )
+    RECEIPT = 22  # of those rows.  a, b: as LAUNCHED, c: computed up to here in every layer; flag 1: fewer
     STEPPED = 23  # the core took an event.  a: `core_step`, b: bit mask of its `EFFECTS`; epoch: after it
     PINNED = 24  # blocks of a request that is over.  a: how many, b: tokens completed, c: digest of block ids
     RELEASED = 25  # those pins
@@ -141,14 +139,19 @@ def core_step_names(word: int) -> tuple[str, str, str]:
 
 class _Ticket(Protocol):
     @property
+    def slot(self) -> int: ...
+    @property
+    def raw(self) -> int: ...
+    @property
     def row(self) -> int: ...
     @property
     def incarnation(self) -> int: ...
 
 
-def ticket_word(ticket: _Ticket) -> int:
-    """A ticket as a record names it."""
-    return (ticket.row << 32 | ticket.incarnation & 0xFFFF_FFFF) & U64
+def under(ticket: _Ticket) -> dict[str, int]:
+    """A record's fields that say under which ticket something was done."""
+    number = (ticket.row << 32 | ticket.incarnation & 0xFFFF_FFFF) & U64
+    return {"slot": ticket.slot, "word": ticket.raw, "ticket": number}
 
 
 class Record(NamedTuple):

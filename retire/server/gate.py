@@ -29,7 +29,7 @@ from retire.core.errors import (
     Unsupported,
 )
 from retire.core.types import EPOCH_MAX, Epoch, ScopeId, TenantId, Ticket
-from retire.journal import U64, Kind, audits, newest, note, ticket_word
+from retire.journal import Kind, audits, newest, note, under
 from retire.server import metrics
 from retire.server.frames import CHOICES_MAX, Count, Frames, dumps
 from retire.server.outlet import Outlet
@@ -500,7 +500,7 @@ class Stream:
         self._start: Message | None = None
         self._started = False
         self._passed = 0, 0, 0  # messages through the last gate, the word seen at the last, newest record then
-        self._key = scope_key(view.tenant, view.scope) & U64
+        self._key = scope_key(view.tenant, view.scope)
         self._outlet: Outlet | None = None
         self._buffer: list[bytes] = []
         self._prompts: list[list[int]] = []
@@ -749,15 +749,7 @@ class Stream:
 
     def _note(self, kind: Kind, **fields: int) -> None:
         """Journal something about this response."""
-        note(
-            kind,
-            slot=self._ticket.slot,
-            word=self._ticket.raw,
-            epoch=self.epoch,
-            key=self._key,
-            ticket=ticket_word(self._ticket),
-            **fields,
-        )
+        note(kind, epoch=self.epoch, key=self._key, **under(self._ticket), **fields)
 
     async def _room(self) -> None:
         await self._drain()
